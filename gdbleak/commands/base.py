@@ -1,0 +1,100 @@
+"""One gdb command: parse the line, run the report, print it, write its files, leave its status in $_gdbleak_status."""
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+
+import gdb
+
+from . import options
+
+_NUMPY = "GDB's Python has no {}; run scripts/setup in gdbleak's directory, which makes .venv for it"
+
+
+class LeakCommand(gdb.Command):
+    """leak-NAME. The report is `run(analysis, arguments) -> Report` of gdbleak.reports.NAME."""
+
+    def __init__(self, name: str):
+        self.name = name
+        text = options.parser(name).format_help()
+        self.__doc__ = options.COMMANDS[name][0].upper() + options.COMMANDS[name][1:] + ".\n\n" + \
+            text[text.index("usage:"):].replace("usage:", "Usage:", 1)
+        super().__init__(f"leak-{name}", gdb.COMMAND_DATA)
+        self.dont_repeat()
+
+    def invoke(self, line, from_tty):
+        gdb.set_convenience_variable("_gdbleak_status", 2)
+        try:
+            status = self._run(line)
+        except KeyboardInterrupt:
+            raise gdb.GdbError(f"leak-{self.name}: interrupted") from None
+        except options.UsageError as error:
+            if not str(error):
+                return
+            raise gdb.GdbError(str(error)) from None
+        except (ValueError, OSError, MemoryError) as error:
+            raise gdb.GdbError(f"leak-{self.name}: {_one_line(error)}") from None
+        except ImportError as error:
+            raise gdb.GdbError(_NUMPY.format(error.name or error)) from None
+        except gdb.error as error:
+            raise gdb.GdbError(f"leak-{self.name}: GDB says: {_one_line(error)}") from None
+        except Exception as error:  # noqa: BLE001  the last guard: a fault of ours is one line as well
+            if type(error).__name__ == "TargetError":
+                raise gdb.GdbError(f"leak-{self.name}: {_one_line(error)}") from None
+            if os.environ.get("GDBLEAK_DEBUG"):
+                raise
+            raise gdb.GdbError(f"leak-{self.name}: {type(error).__name__}: {_one_line(error)} (this is a fault of "
+                               "gdbleak: GDBLEAK_DEBUG=1 in the environment shows where)") from None
+        gdb.set_convenience_variable("_gdbleak_status", status)
+
+    def _run(self, line: str) -> int:
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise options.UsageError(f"leak-{self.name}: {error}") from None
+        if words in (["--help"], ["-h"]):
+            gdb.write(self.__doc__ + "\n")
+            return 0
+        if self.name == "what" and len(words) > 1 and not line.lstrip().startswith("-"):
+            words = [line.strip()]   # an expression with blanks in it
+        arguments = options.parser(self.name).parse_args(words)
+        arguments.evaluate = _evaluate
+        from ..flame import check_path, write
+        from ..reports.analysis import Analysis
+        from ..target import debugger
+        flame = getattr(arguments, "flame", None)
+        if flame:
+            check_path(flame)
+        analysis = Analysis.of(debugger.current_target())
+        report = importlib.import_module(f"gdbleak.reports.{self.name}").run(analysis, arguments)
+        if arguments.json != "-":
+            gdb.write(report.text())
+        if arguments.json:
+            report.write_json(arguments.json)
+        if flame:
+            write(report.profile, flame)
+        return report.status
+
+    def complete(self, text, word):
+        last = text.split()[-1] if text.split() and not text.endswith(" ") else ""
+        if last.startswith("-") or not text.strip():
+            known = [flag for action in options.parser(self.name)._actions for flag in action.option_strings]
+            typed = word if last.startswith("-") else ""
+            return [flag[len(last) - len(word):] for flag in known if flag.startswith(last)] if typed else known
+        return gdb.COMPLETE_EXPRESSION if self.name in ("what", "pools") else gdb.COMPLETE_FILENAME
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _evaluate(text: str) -> int:
+    """A GDB expression as a number. Raises ValueError."""
+    try:
+        return int(gdb.parse_and_eval(text).cast(gdb.lookup_type("unsigned long")))
+    except gdb.error as error:
+        try:
+            return int(gdb.parse_and_eval(f"(unsigned long) ({text})"))
+        except gdb.error:
+            raise ValueError(f"{text!r} is no address or number: {_one_line(error)}") from None

@@ -1,0 +1,133 @@
+"""The commands by name, their summaries and options. Imports no gdb: the shell command parses with it as well."""
+from __future__ import annotations
+
+import argparse
+import re
+
+COMMANDS = {
+    "memory": "every byte of the target: which mapping, which heap, in use or free",
+    "mallinfo": "what mallinfo2() would return in the process now, and per arena",
+    "sizes": "block sizes of the malloc heaps: in use, free and tcached side by side",
+    "blocks": "list malloc blocks by size, state and arena, with their contents on request",
+    "pools": "nginx memory pools: by kind and creator, the largest, those that nothing reaches",
+    "shm": "nginx shared memory zones and their slab pages",
+    "what": "what lies at an address: mapping, symbol, arena, block, pool, stack or register",
+}
+STATES = ("in-use", "free", "tcached", "top", "all")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_NUMBER = re.compile(r"(0x[0-9a-f]+|\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?|b)?$", re.IGNORECASE)
+
+
+class UsageError(Exception):
+    """The command line cannot be understood; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(f"{self.prog}: {message}; see {self.help_command}")
+
+    def exit(self, status=0, message=None):
+        raise UsageError(message or "")
+
+
+def size(text: str, evaluate=None) -> int:
+    """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions)."""
+    match = _NUMBER.match(text.strip())
+    if match:
+        number = int(match[1], 16) if match[1].lower().startswith("0x") else float(match[1]) if "." in match[1] else int(match[1])
+        return int(number * _UNITS[(match[2] or "").lower()])
+    if evaluate is None:
+        raise ValueError(f"{text!r} is no size: give a number, with k, M or G if you like")
+    return evaluate(text)
+
+
+def size_range(text: str, evaluate=None) -> tuple[int, int]:
+    """`256k-512k` as [256k, 512k); `64k-` without an upper end; a single size means just that size."""
+    low, dash, high = text.partition("-")
+    if dash:
+        first = size(low, evaluate) if low.strip() else 0
+        last = size(high, evaluate) if high.strip() else 1 << 63
+        if last <= first:
+            raise ValueError(f"the size range {text!r} is empty: give LOW-HIGH")
+        return first, last
+    exact = size(text, evaluate)
+    return exact, exact + 1
+
+
+def parser(name: str, shell: bool = False) -> argparse.ArgumentParser:
+    """The parser of one command. `shell`: messages name `gdbleak NAME` instead of `leak-NAME`.
+
+    Raises UsageError in the place of exiting.
+    """
+    prog = f"gdbleak {name}" if shell else f"leak-{name}"
+    build = _Parser(prog=prog, description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".", add_help=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    build.help_command = f"{prog} --help" if shell else f"help {prog}"
+    _ADD[name](build)
+    build.add_argument("--json", metavar="FILE", help="also write the report as JSON (- is standard output, in place of the text)")
+    return build
+
+
+def _top(build, default: int) -> None:
+    build.add_argument("--top", metavar="N", type=int, default=default, help=f"lines of a list at most (default {default})")
+
+
+def _min_bytes(build) -> None:
+    build.add_argument("--min-bytes", metavar="N", default="0", help="leave out what is smaller")
+
+
+def _flame(build, what: str) -> None:
+    build.add_argument("--flame", metavar="FILE", help=f"write a flame graph ({what}) as .svg, .folded or .txt")
+
+
+def _set(build) -> None:
+    build.add_argument("--size", metavar="LOW-HIGH", help="only chunks of LOW <= size < HIGH, e.g. 256k-512k")
+    build.add_argument("--state", choices=STATES, default="all", help="only blocks in this state (default all)")
+    build.add_argument("--arena", metavar="N", help="only blocks of this arena (0 is main), or `mmapped`")
+
+
+def _memory(build):
+    _top(build, 40)
+    _min_bytes(build)
+    _flame(build, "mapping -> heap -> state")
+
+
+def _mallinfo(build):
+    build.add_argument("--arenas", action="store_true", help="one column for each arena as well")
+
+
+def _sizes(build):
+    _set(build)
+    build.add_argument("--exact", action="store_true", help="exact chunk sizes, the largest sums first")
+    _top(build, 40)
+    _min_bytes(build)
+    _flame(build, "arena -> state -> size class")
+
+
+def _blocks(build):
+    _set(build)
+    build.add_argument("--sort", choices=("address", "size"), default="address", help="order of the list (default address)")
+    build.add_argument("--dump", metavar="N", nargs="?", const="64", help="hexdump of the first N bytes of each (default 64)")
+    build.add_argument("--text", action="store_true", help="preview each block's contents as text")
+    _top(build, 50)
+    _min_bytes(build)
+
+
+def _pools(build):
+    build.add_argument("address", nargs="?", help="show this one pool whole")
+    build.add_argument("--unreached", action="store_true", help="only pools that nothing known reaches")
+    _top(build, 20)
+    _min_bytes(build)
+    _flame(build, "cycle -> listener -> connection -> request -> pool -> small / large")
+
+
+def _shm(build):
+    build.add_argument("--slots", action="store_true", help="the slots of each zone as well")
+
+
+def _what(build):
+    build.add_argument("address", help="an address, register ($rsp) or expression")
+
+
+_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm,
+        "what": _what}

@@ -1,0 +1,77 @@
+"""Blocks of a heap as rows of arrays, the regions they lie in, and what every heap reports besides."""
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..kernels import chunks as kernel
+
+STATES = {kernel.IN_USE: "in use", kernel.FREE: "free (bin)", kernel.FASTBIN: "free (fastbin)",
+          kernel.TCACHED: "tcached", kernel.TOP: "top"}
+FREE_STATES = (kernel.FREE, kernel.FASTBIN, kernel.TOP)
+
+
+def reserve(count: int, dtype) -> np.ndarray:
+    """An array whose untouched pages cost nothing, however large: rows are appended to it until it is cut to size."""
+    size = max(count * np.dtype(dtype).itemsize, mmap.PAGESIZE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)[:count]
+
+
+@dataclass
+class Region:
+    """A stretch of an arena: chunks from `start` to `end`, blocks[first:last]; `overhead`: headers and fenceposts in it.
+
+    `kind`: "brk", "heap" (of a non-main arena), "mmap" (of a main arena whose brk failed), "mmapped" (one chunk of its own).
+    """
+
+    start: int
+    end: int
+    kind: str
+    arena: int
+    first: int = 0
+    last: int = 0
+    overhead: int = 0
+    foreign: list[tuple[int, int]] = field(default_factory=list)   # somebody else's sbrk: start, end
+    damaged: list[tuple[int, int]] = field(default_factory=list)   # what could not be walked: start, end
+
+
+@dataclass
+class Damage:
+    """Something in a heap that cannot be: where, what, and the last good chunk before it (0: none)."""
+
+    address: int
+    what: str
+    last_good: int = 0
+
+
+@dataclass
+class Check:
+    """Our sum against the target's own counter."""
+
+    name: str
+    ours: int
+    truth: int
+
+    @property
+    def gap(self) -> int:
+        return self.ours - self.truth
+
+
+class Blocks:
+    """Rows sorted by address: `address` (user address, uint64), `size` (chunk bytes, header included, uint64), `state`."""
+
+    def __init__(self, address: np.ndarray, size: np.ndarray, state: np.ndarray):
+        self.address, self.size, self.state = address, size, state
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+    def row_of(self, address: int, header: int = 16) -> int:
+        """The row whose chunk (header included) holds `address`, or -1."""
+        row = int(np.searchsorted(self.address, np.uint64(address + header), "right")) - 1
+        if row >= 0 and int(self.address[row]) - header + int(self.size[row]) > address:
+            return row
+        return -1

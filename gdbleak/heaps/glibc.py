@@ -1,0 +1,731 @@
+"""glibc malloc: every arena, heap and chunk of every libc in the target, with or without debug information.
+
+main_arena is found by its shape: 127 bins in a row that point to themselves or to chunks that point back, and a `next` ring
+that closes. mp_ is found near it by its own invariants. What they say is then checked against the walk of the chunks.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..kernels import chunks as kernel
+from ..target.address_space import PAGE, Absent
+from ..target.elf import Module
+from ..target.target import Target
+from . import glibc_layouts as layouts
+from .blocks import Blocks, Check, Damage, Region, reserve
+
+TILE = 200_000                  # chunks a kernel call: how long Ctrl-C may have to wait
+NONCONTIGUOUS = 2               # malloc_state.flags
+_IS_MMAPPED = 2
+_BANNER = re.compile(rb"GNU C Library [^\n\0]{0,120}?release version (\d+)\.(\d+)")
+
+
+@dataclass
+class Arena:
+    """One malloc_state: `index` 0 is main. `fields`: the structure as it lies in memory."""
+
+    index: int
+    address: int
+    fields: np.void
+    fast_blocks: int = 0
+    fast_bytes: int = 0
+    bin_blocks: int = 0
+    bin_bytes: int = 0
+    top_bytes: int = 0
+    tcached_blocks: int = 0
+    tcached_bytes: int = 0
+
+    @property
+    def system_mem(self) -> int:
+        return int(self.fields["system_mem"])
+
+    @property
+    def locked(self) -> bool:
+        return int(self.fields["mutex"]) != 0
+
+    @property
+    def contiguous(self) -> bool:
+        return not int(self.fields["flags"]) & NONCONTIGUOUS
+
+
+@dataclass
+class Tcache:
+    """One thread's cache: the address of its struct, the thread that owns it when one does, what it holds."""
+
+    address: int
+    lwp: int = 0
+    blocks: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class MallInfo:
+    """The fields of mallinfo2(3), as this moment's call in the process would return them."""
+
+    arena: int = 0
+    ordblks: int = 0
+    smblks: int = 0
+    hblks: int = 0
+    hblkhd: int = 0
+    usmblks: int = 0
+    fsmblks: int = 0
+    uordblks: int = 0
+    fordblks: int = 0
+    keepcost: int = 0
+
+
+@dataclass
+class GlibcHeap:
+    """The malloc of one libc: arenas, regions, blocks, thread caches, and what is wrong with them."""
+
+    module: Module
+    release: tuple[int, int]
+    release_from: str                       # how the release is known
+    layout_from: str                        # "debug information" or "tables"
+    state: np.dtype
+    main: int                               # address of main_arena
+    parameters: np.void | None = None       # mp_
+    parameters_at: int = 0
+    arenas: list[Arena] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=lambda: Blocks(*(np.zeros(0, t) for t in (np.uint64, np.uint64, np.uint8))))
+    tcaches: list[Tcache] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    # -- what every heap answers --------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        return f"glibc {self.release[0]}.{self.release[1]} malloc"
+
+    def region_at(self, address: int) -> Region | None:
+        """The region that holds `address`, or None."""
+        for region in self.regions:
+            if region.start <= address < region.end:
+                return region
+        return None
+
+    def usable(self, row: int) -> int:
+        """Bytes of the block that are the program's: what malloc_usable_size() says."""
+        region = self.region_at(int(self.blocks.address[row]) - 16)
+        return int(self.blocks.size[row]) - (16 if region and region.kind == "mmapped" else 8)
+
+    def metadata(self) -> list[int]:
+        """User addresses of the blocks that are the allocator's own: the thread caches' structs."""
+        return [tcache.address for tcache in self.tcaches]
+
+    def mallinfo(self, arena: Arena | None = None) -> MallInfo:
+        """mallinfo2() of the process, or of one arena (then without what is not part of an arena)."""
+        info = MallInfo()
+        for one in self.arenas if arena is None else [arena]:
+            free = one.top_bytes + one.bin_bytes + one.fast_bytes
+            info.arena += one.system_mem
+            info.ordblks += one.bin_blocks + 1
+            info.smblks += one.fast_blocks
+            info.fsmblks += one.fast_bytes
+            info.fordblks += free
+            info.uordblks += one.system_mem - free
+            if one.index == 0:
+                info.keepcost = one.top_bytes
+        if self.parameters is not None and (arena is None or arena.index == 0):
+            info.hblks = int(self.parameters["n_mmaps"])
+            info.hblkhd = int(self.parameters["mmapped_mem"])
+            if "max_total_mem" in self.parameters.dtype.names:
+                info.usmblks = int(self.parameters["max_total_mem"])
+        return info
+
+    def checks(self) -> list[Check]:
+        """Per arena: chunks, headers, foreign and damaged bytes against system_mem; mmapped chunks against mp_."""
+        sums = {arena.index: 0 for arena in self.arenas}
+        mmapped = 0
+        size = self.blocks.size
+        for region in self.regions:
+            total = int(size[region.first:region.last].sum()) + region.overhead
+            total += sum(end - start for start, end in region.foreign)
+            if region.kind == "mmapped":
+                mmapped += total
+            else:
+                sums[region.arena] += total
+        checks = [Check(f"arena {arena.index}: chunks + headers = system_mem", sums[arena.index], arena.system_mem)
+                  for arena in self.arenas]
+        if self.parameters is not None:
+            checks.append(Check("mmapped chunks = mp_.mmapped_mem", mmapped, int(self.parameters["mmapped_mem"])))
+        return checks
+
+
+def find(target: Target) -> list[GlibcHeap]:
+    """Every glibc malloc in the target that has been used, walked. An empty list when there is none."""
+    found = []
+    for module in target.modules:
+        place = _find_main_arena(target, module)
+        if place is not None:
+            found.append(_walked(target, module, *place))
+    return found
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------
+def _find_main_arena(target: Target, module: Module):
+    """(address, dtype, release it came with, where the layout is from) of a used main_arena in the module's data, or None."""
+    candidates = [(dtype, since, "tables") for since, dtype in layouts.MALLOC_STATE.items()]
+    for start, end in module.writable():
+        for low, high in target.space.present((start + 7) & ~7, end & ~7):
+            words = target.space.words_of((low + 7) & ~7, high & ~7)
+            for at in _bin_runs(words, (low + 7) & ~7):
+                for dtype, since, origin in candidates:
+                    address = at - dtype.fields["bins"][1]
+                    if _is_arena(target, address, dtype):
+                        dwarf = target.layouts.dwarf("malloc_state", dtype) if "libc" in module.name else None
+                        if dwarf is not None and _is_arena(target, address, dwarf):
+                            return address, dwarf, since, "debug information"
+                        return address, dtype, since, origin
+    return None
+
+
+def _bin_runs(words: np.ndarray, start: int) -> list[int]:
+    """Addresses where 127 bins may begin: at least 8 of them point to themselves, as an empty bin does."""
+    if len(words) < layouts.NBINS:
+        return []
+    own = np.arange(len(words) - 1, dtype=np.uint64) * np.uint64(8) + np.uint64((start - 16) % (1 << 64))
+    empty = (words[:-1] == own) & (words[1:] == own)
+    hits = np.flatnonzero(empty)
+    if len(hits) < 8:
+        return []
+    found = []
+    for parity in (0, 1):
+        counts = np.concatenate(([0], np.cumsum(empty[parity::2])))
+        if len(counts) <= 127:
+            continue
+        window = counts[127:] - counts[:-127]
+        for k in np.flatnonzero(window >= 8):
+            found.append((int(window[k]), start + 8 * (2 * int(k) + parity)))
+    return [at for _, at in sorted(found, reverse=True)]
+
+
+def _is_arena(target: Target, address: int, dtype: np.dtype) -> bool:
+    """Whether a malloc_state lies at `address`: the ring of arenas closes and its counters are possible."""
+    at, seen = address, 0
+    offset = dtype.fields["next"][1]
+    while True:
+        at = target.word(at + offset)
+        seen += 1
+        if not at or at & 7 or seen > 65536:
+            return False
+        if at == address:
+            break
+    try:
+        arena = target.space.struct(address, dtype)
+    except Absent:
+        return False
+    system, most, top = int(arena["system_mem"]), int(arena["max_system_mem"]), int(arena["top"])
+    if "attached_threads" in dtype.names and int(arena["attached_threads"]) > 1 << 20:
+        return False
+    bins_at = address + dtype.fields["bins"][1]
+    if not system:   # a main arena that gave nothing out: its top still is the first bin
+        return top == bins_at - 16 and most == 0
+    return 4096 <= system <= most and target.mapping_at(top) is not None
+
+
+def _release(target: Target, module: Module, since: tuple[int, int]) -> tuple[tuple[int, int], str]:
+    """The glibc release of a module and how it is known: its banner, its symbol versions, else the arena's shape."""
+    def texts():
+        if module.file is not None:
+            with open(module.file.path, "rb") as stream:
+                yield stream.read()
+        for mapping in target.mappings:
+            if module.start <= mapping.start < module.end and "r" in mapping.perms:
+                for low, high in target.space.present(mapping.start, mapping.end):
+                    yield target.space.read(low, high - low)
+
+    versions = set()
+    for text in texts():
+        banner = _BANNER.search(text)
+        if banner:
+            return (int(banner[1]), int(banner[2])), "its version text"
+        versions |= {(int(a), int(b)) for a, b in re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?=\0)", text)}
+    if versions and "libc" in module.name:
+        return max(versions), "its newest symbol version"
+    return since, "the shape of its main_arena"
+
+
+def _find_parameters(target: Target, module: Module, heap: GlibcHeap, since: tuple[int, int]) -> None:
+    """Find mp_ in the module's data: the address where most of its invariants hold, and set it in `heap`."""
+    following = min((key for key in layouts.MALLOC_STATE if key > since), default=(9, 9))
+    tables = {key: dtype for key, dtype in layouts.MALLOC_PAR.items()
+              if key < following and key >= max(k for k in layouts.MALLOC_PAR if k <= since)}
+    best = (0, 0, None)
+    main = heap.arenas[0]
+    top = int(main.fields["top"])
+    for start, end in module.writable():
+        for low, high in target.space.present((start + 7) & ~7, end & ~7):
+            words = target.space.words_of((low + 7) & ~7, high & ~7)
+            for dtype in tables.values():
+                score, k = _parameter_score(words, dtype, top, main.system_mem if main.contiguous else 0)
+                if score > best[0]:
+                    best = (score, ((low + 7) & ~7) + 8 * k, dtype)
+    score, address, dtype = best
+    if dtype is None or score < 9:
+        heap.notes.append("mp_ was not found: mmapped chunks and the start of the main heap are inferred")
+        return
+    dwarf = target.layouts.dwarf("malloc_par", dtype) if heap.layout_from == "debug information" else None
+    heap.parameters_at = address
+    heap.parameters = target.space.struct(address, dwarf or dtype)
+
+
+def _parameter_score(words: np.ndarray, dtype: np.dtype, top: int, system: int) -> tuple[int, int]:
+    """The best (score, index of the word) at which `dtype`, a malloc_par, can lie in `words`."""
+    count = len(words) - dtype.itemsize // 8 + 1
+    if count <= 0:
+        return 0, 0
+    halves = words.view(np.uint32)
+
+    def field_of(name):
+        form, offset = dtype.fields[name][:2]
+        if form.itemsize == 8:
+            return words[offset // 8:offset // 8 + count]
+        return halves[offset // 4:offset // 4 + 2 * count:2][:count]
+
+    n, most, limit = field_of("n_mmaps"), field_of("max_n_mmaps"), field_of("n_mmaps_max")
+    mapped, high = field_of("mmapped_mem"), field_of("max_mmapped_mem")
+    base, page = field_of("sbrk_base"), np.uint64(PAGE - 1)
+    possible = (n <= most) & (mapped <= high) & (mapped & page == 0) & (high & page == 0)
+    possible &= (n == 0) == (mapped == 0)
+    possible &= (most == 0) == (high == 0)
+    span = np.uint64(top) - base
+    holds = (base != 0) & (base <= np.uint64(top)) & (span < np.uint64(max(system, 1)))
+    score = 4 * (limit == 65536) + 6 * holds.astype(np.int64)
+    score += 2 * (base == 0) * (system == 0)
+    score += field_of("top_pad") == 0x20000
+    score += (field_of("arena_test") == 8) | (field_of("arena_test") == 2)
+    score += (field_of("mmap_threshold") >= 1 << 10) & (field_of("mmap_threshold") <= 1 << 36)
+    score += 2 * (field_of("trim_threshold") >= 1 << 12).astype(np.int64)
+    if "tcache_bins" in dtype.names:
+        score += 2 * (field_of("tcache_bins") == 64) + 2 * (field_of("tcache_count") <= 0xffff)
+        score -= 4 * (field_of("tcache_bins") > 128)
+    score = np.where(possible, score, 0)
+    k = int(np.argmax(score))
+    return int(score[k]), k
+
+
+# -- walking ------------------------------------------------------------------------------------------------------------
+def _walked(target: Target, module: Module, address: int, dtype: np.dtype, since, origin: str) -> GlibcHeap:
+    release, how = _release(target, module, since)
+    heap = GlibcHeap(module, release, how, origin, dtype, address)
+    at = address
+    while True:
+        heap.arenas.append(Arena(len(heap.arenas), at, target.space.struct(at, dtype)))
+        at = target.word(at + dtype.fields["next"][1])
+        if at == address:
+            break
+    _find_parameters(target, module, heap, since)
+    specs = []
+    for arena in heap.arenas:
+        if arena.locked:
+            heap.notes.append(f"arena {arena.index} is locked: a thread was stopped inside malloc or free; "
+                              "the sums of that arena may be off by what it was about to do")
+        if arena.system_mem:
+            specs += _main_regions(target, heap) if arena.index == 0 else _heap_regions(target, heap, arena)
+    specs += _mmapped_regions(target, heap, specs)
+    _Walk(target, heap, specs).run()
+    return heap
+
+
+def _main_regions(target: Target, heap: GlibcHeap) -> list[Region]:
+    """The main arena's brk heap, and its mmapped regions when brk failed it."""
+    main = heap.arenas[0]
+    top = int(main.fields["top"])
+    end = top + _top_size(target, heap, top)
+    base = int(heap.parameters["sbrk_base"]) if heap.parameters is not None else 0
+    regions = []
+    if not base and main.contiguous:
+        base = end - main.system_mem
+    if base:
+        base = (base + 15) & ~15
+        if base <= top and main.contiguous:
+            regions.append(Region(base, end, "brk", 0))
+        else:
+            mapping = target.mapping_at(base)
+            stop = mapping.end if mapping else base
+            regions.append(Region(base, end if base <= top < stop else stop, "brk", 0))
+    if not main.contiguous:
+        regions += _morecore_regions(target, heap, regions, top, end)
+    return regions
+
+
+def _top_size(target: Target, heap: GlibcHeap, top: int) -> int:
+    word = target.word(top + 8)
+    if word is None:
+        heap.damage.append(Damage(top, "the top chunk is not in the core"))
+        return 0
+    return word & ~7
+
+
+def _morecore_regions(target: Target, heap: GlibcHeap, known: list[Region], top: int, end: int) -> list[Region]:
+    """Regions that a main arena got by mmap when brk failed it: pages where chunks lead to a fencepost or to top.
+
+    Nothing lists them. They are taken from low to high where the chain of sizes is whole, as long as the arena's
+    system_mem leaves room.
+    """
+    space = target.space
+    found = []
+    if not any(region.start <= top < region.end for region in known):
+        start = _morecore_start(target, heap, top)
+        found.append(Region(start, end, "mmap", 0))
+    room = heap.arenas[0].system_mem - sum(region.end - region.start for region in found)
+    brk = [region for region in known if region.kind == "brk"]
+    room -= sum(region.end - region.start for region in brk)
+    for mapping in target.mappings:
+        if room < 4096:
+            break
+        if not mapping.writable or mapping.path or any(r.start < mapping.end and mapping.start < r.end for r in brk):
+            continue
+        for low, high in space.present(mapping.start, mapping.end):
+            at = (low + PAGE - 1) & ~(PAGE - 1)
+            while at + 32 <= high and room >= 4096:
+                inside = next((r for r in found if r.start <= at < r.end), None)
+                stop = inside.end if inside else _fence_after(space, at, high)
+                if stop and not inside and stop - at <= room:
+                    found.append(Region(at, stop, "mmap", 0))
+                    room -= stop - at
+                at = (stop + PAGE - 1) & ~(PAGE - 1) if stop else at + PAGE
+    return found
+
+
+def _morecore_start(target: Target, heap: GlibcHeap, top: int) -> int:
+    """The page at which the region of an mmapped top begins: the lowest from which sizes lead to top."""
+    mapping = target.mapping_at(top)
+    if mapping is None:
+        return top
+    low = max(mapping.start, top + _top_size(target, heap, top) - heap.arenas[0].system_mem)
+    table = target.space.table([(low, top + 16)])
+    at = (low + PAGE - 1) & ~(PAGE - 1)
+    while at <= top:
+        start = int(kernel.resume(*_buffer(target, table), np.uint64(at), np.uint64(top))) if at < top else top
+        if not start or not start & (PAGE - 1):
+            return start or top
+        at = (start + PAGE - 1) & ~(PAGE - 1)
+    return top
+
+
+def _fence_after(space, at: int, high: int) -> int:
+    """Where the region of chunks that begins at page `at` ends (behind its fencepost), or 0 when it is none."""
+    start = at
+    first = space.word(at + 8)
+    if not first & 1 or space.word(at):
+        return 0
+    while at + 16 <= high:
+        head = space.word(at + 8)
+        size = head & ~7
+        if size == 16 and at > start:
+            end = at + 32
+            return end if end <= high and not end & (PAGE - 1) and space.word(at + 24) & ~7 in (0, 16) else 0
+        if size < 32 or size & 15 or head & 6:
+            return 0
+        at += size
+    return 0
+
+
+def _heap_regions(target: Target, heap: GlibcHeap, arena: Arena) -> list[Region]:
+    """The heaps of a non-main arena, from the one its top lies in back to its first."""
+    top = int(arena.fields["top"])
+    if heap.parameters is not None and "hp_pagesize" in heap.parameters.dtype.names:
+        huge = int(heap.parameters["hp_pagesize"])
+    else:
+        huge = 0
+    span = 4 * huge if huge else layouts.HEAP_MAX
+    info_type = layouts.latest(layouts.HEAP_INFO, heap.release)
+    at, regions = top & ~(span - 1), []
+    while at and len(regions) < 65536:
+        try:
+            info = target.space.struct(at, info_type)
+        except Absent:
+            heap.damage.append(Damage(at, f"the head of a heap of arena {arena.index} is not in the core"))
+            break
+        size = int(info["size"])
+        if int(info["ar_ptr"]) != arena.address or not 0 < size <= span or any(r.start <= at < r.end for r in regions):
+            heap.damage.append(Damage(at, f"no heap of arena {arena.index} lies here, though its chain of heaps says so"))
+            break
+        start = at + info_type.itemsize
+        if start <= arena.address < at + size:
+            start = arena.address + heap.state.itemsize
+        start = (start + 15) & ~15
+        regions.append(Region(start, at + size, "heap", arena.index, overhead=start - at))
+        at = int(info["prev"])
+    return regions
+
+
+def _mmapped_regions(target: Target, heap: GlibcHeap, taken: list[Region]) -> list[Region]:
+    """Chunks with a mapping of their own: no list names them, their headers at page boundaries do.
+
+    Candidates are taken from low to high, what lies inside an accepted one is its contents. mp_ counts them: when ours are not as
+    many, the report says so.
+    """
+    if heap.parameters is not None and not int(heap.parameters["n_mmaps"]):
+        return []
+    extra = 16 if heap.release >= layouts.MMAPPED_WITHOUT_HEADER else 0
+    spans = sorted((region.start, region.end) for region in taken)
+    stacks = [thread.stack for thread in target.threads if thread.stack]
+    found: list[tuple[int, int, int]] = []
+    for mapping in target.mappings:
+        if not mapping.writable or mapping.path or (mapping.start, mapping.end) in stacks:
+            continue
+        low = mapping.start
+        for start, end in spans + [(mapping.end, mapping.end)]:
+            if low < start and low < mapping.end:
+                found += _mmapped_candidates(target.space, low, min(start, mapping.end), extra)
+            low = max(low, end)
+    regions: list[Region] = []
+    last = 0
+    for base, negative_lead, end in sorted(set(found)):
+        if base < last:
+            continue
+        regions.append(Region(base, end, "mmapped", 0, first=-negative_lead))
+        last = end
+    return regions
+
+
+def _mmapped_candidates(space, start: int, end: int, extra: int) -> list[tuple[int, int, int]]:
+    """(base, -bytes before the header, end) of what can be mmapped chunks in [start, end), sorted as they are to be taken.
+
+    The header of a memalign'd one lies 16 bytes before an aligned address; its prev_size says how far from the base.
+    """
+    found = []
+    for low, high in space.present(start, end):
+        first = (low + PAGE - 1) & ~(PAGE - 1)
+        if high - first < PAGE:
+            continue
+        words = space.words_of(first, high & ~7)
+        for lead in (0, 16, 48, 112, 240, 496, 1008, 2032, PAGE - 16):
+            previous = words[lead // 8::PAGE // 8]
+            heads = words[lead // 8 + 1::PAGE // 8]
+            n = min(len(previous), len(heads))
+            previous, heads = previous[:n] & np.uint64(0xfffffffffffffff8), heads[:n]
+            size = heads & np.uint64(0xfffffffffffffff8)
+            header = np.arange(n, dtype=np.uint64) * np.uint64(PAGE) + np.uint64(first + lead)
+            base = header - previous
+            tail = header + size + np.uint64(extra)
+            good = (heads & np.uint64(7) == _IS_MMAPPED) & (size >= 32) & (size <= np.uint64(end - start))
+            good &= (previous <= header - np.uint64(start)) & (base & np.uint64(PAGE - 1) == 0)
+            good &= (tail & np.uint64(PAGE - 1) == 0) & (tail <= np.uint64(end))
+            for k in np.flatnonzero(good):
+                found.append((int(base[k]), -int(previous[k]), int(tail[k])))
+    return found
+
+
+def _buffer(target: Target, table):
+    return target.space.words, table.starts, table.ends, table.offsets
+
+
+class _Walk:
+    """One pass over all regions of a heap: fills its blocks, then marks what the free lists hold."""
+
+    def __init__(self, target: Target, heap: GlibcHeap, regions: list[Region]):
+        self.target, self.heap = target, heap
+        self.regions = sorted(regions, key=lambda region: region.start)
+        self.tops = {int(arena.fields["top"]): arena for arena in heap.arenas if arena.system_mem}
+        room = sum((region.end - region.start) // 32 + 2 for region in regions)
+        self.address, self.size = reserve(room, np.uint64), reserve(room, np.uint64)
+        self.state = reserve(room, np.uint8)
+        self.n = 0
+
+    def run(self) -> None:
+        table = self.target.space.table([(region.start, region.end) for region in self.regions])
+        self.buffer = _buffer(self.target, table)
+        for region in self.regions:
+            lead, region.first = region.first, self.n
+            if region.kind == "mmapped":
+                self._append(region.start + lead, region.end - region.start - lead, kernel.IN_USE)
+                region.overhead = lead
+            else:
+                self._region(region)
+            region.last = self.n
+        self.heap.regions = self.regions
+        self.heap.blocks = Blocks(self.address[:self.n], self.size[:self.n], self.state[:self.n])
+        for arena in self.heap.arenas:
+            self._free_lists(arena)
+        self._tcaches()
+
+    def _append(self, chunk: int, size: int, state: int) -> None:
+        self.address[self.n], self.size[self.n], self.state[self.n] = chunk + 16, size, state
+        self.n += 1
+
+    def _region(self, region: Region) -> None:
+        """Walk one region from its start to its top or its fencepost, stepping over what cannot be walked."""
+        top = next((t for t in self.tops if region.start <= t < region.end), None)
+        stop = region.end if top is None else top
+        at, first = region.start, self.n
+        while at < stop:
+            self.n, at, why = self._tiles(at, stop, first)
+            if why == kernel.END:
+                break
+            if why == kernel.FENCE and top is None and at + 32 >= stop:
+                region.overhead += stop - at
+                break
+            at, first = self._step_over(region, at, stop, why, first), self.n
+        if top is not None:
+            self._top(region, top, first)
+
+    def _tiles(self, at: int, stop: int, first: int):
+        notes = np.zeros(2, np.uint64)
+        while True:
+            n, at, why = kernel.walk(*self.buffer, np.uint64(at), np.uint64(stop), self.address, self.size, self.state,
+                                     self.n, first, TILE, notes)
+            self.n = int(n)
+            if why != kernel.BUDGET:
+                break
+        if notes[0]:
+            self.heap.damage.append(Damage(int(notes[1]), f"prev_size does not match the free chunk before it "
+                                                          f"({int(notes[0])} such chunks in this region)"))
+        return self.n, int(at), int(why)
+
+    def _step_over(self, region: Region, at: int, stop: int, why: int, first: int) -> int:
+        """After a break at `at`: record what it was and return where chunks go on (`stop` when nowhere)."""
+        past = at + 32 if why == kernel.FENCE else at + 16
+        going_on = int(kernel.resume(*self.buffer, np.uint64(min(past, stop)), np.uint64(stop))) or stop
+        last_good = int(self.address[self.n - 1]) - 16 if self.n > first else 0
+        if why == kernel.FENCE and region.kind == "brk":
+            region.overhead += 32
+            region.foreign.append((past, going_on))
+            return going_on
+        region.damaged.append((at, going_on))
+        what = ("memory is missing from the core" if why == kernel.ABSENT else
+                f"the size {self._word(at + 8):#x} of this chunk cannot be")
+        self.heap.damage.append(Damage(at, f"{what}; {going_on - at:,} bytes up to {going_on:#x} are not walked", last_good))
+        return going_on
+
+    def _word(self, address: int) -> int:
+        return self.target.word(address) or 0
+
+    def _top(self, region: Region, top: int, first: int) -> None:
+        arena = self.tops[top]
+        head = self._word(top + 8)
+        size = head & ~7
+        if self.n > first and not head & 1 and self.state[self.n - 1] == kernel.IN_USE:
+            self.state[self.n - 1] = kernel.FREE
+        if size < 16 or top + size != region.end:
+            self.heap.damage.append(Damage(top, f"the top chunk of arena {arena.index} has the size {size:#x}, its region ends "
+                                                f"at {region.end:#x}"))
+            size = min(size, region.end - top)
+        arena.top_bytes = size
+        self._append(top, size, kernel.TOP)
+
+    # -- free lists ---------------------------------------------------------------------------------------------------
+    def _rows(self, arena: Arena) -> list[Region]:
+        return [r for r in self.regions if r.arena == arena.index and r.kind != "mmapped"]
+
+    def _free_lists(self, arena: Arena) -> None:
+        heap, blocks = self.heap, self.heap.blocks
+        last = len(blocks)
+        safe = heap.release >= layouts.SAFE_LINKING
+        for k, chunk in enumerate(arena.fields["fastbinsY"] if "fastbinsY" in heap.state.names else ()):
+            if chunk:
+                count, total, why, where = kernel.follow(
+                    *self.buffer, np.uint64(int(chunk) + 16), 2 | safe, blocks.address, blocks.size, blocks.state, 0, last,
+                    np.uint64(32 + 16 * k), kernel.FASTBIN, last + 1)
+                arena.fast_blocks += int(count)
+                arena.fast_bytes += int(total)
+                self._complain(why, where, f"fastbin {k} of arena {arena.index}")
+        bins_at = arena.address + heap.state.fields["bins"][1]
+        for k in range(layouts.NBINS // 2):
+            head = bins_at + 16 * k - 16
+            if int(arena.fields["bins"][2 * k]) == head:
+                continue
+            count, total, why, where = kernel.follow_bin(*self.buffer_with(head), np.uint64(head), blocks.address, blocks.size,
+                                                         blocks.state, 0, last, last + 1)
+            arena.bin_blocks += int(count)
+            arena.bin_bytes += int(total)
+            self._complain(why, where, f"bin {k + 1} of arena {arena.index}")
+        walked = sum(int(np.count_nonzero(blocks.state[r.first:r.last] == kernel.FREE)) for r in self._rows(arena))
+        if walked != arena.bin_blocks:
+            heap.notes.append(f"arena {arena.index}: the walk finds {walked:,} free chunks, its bins list {arena.bin_blocks:,}")
+
+    def buffer_with(self, head: int):
+        """The buffer with the arena's own bins readable, which on a process read on demand may not be there yet."""
+        return _buffer(self.target, self.target.space.table([(head, head + 32)]))
+
+    def _complain(self, why: int, where: int, name: str) -> None:
+        if why != kernel.END:
+            what = {kernel.LOOP: "loops or is not linked back", kernel.STRAY: "leads to what is no free chunk",
+                    kernel.ABSENT: "leads out of the core"}[int(why)]
+            self.heap.damage.append(Damage(int(where), f"{name} {what}"))
+
+    # -- thread caches ------------------------------------------------------------------------------------------------
+    def _tcaches(self) -> None:
+        """Find the thread caches among the blocks of their size, and mark what they hold.
+
+        A cache's entries must be in-use blocks of just the bin's size. An empty one is told from other zeroed memory by the word
+        in its thread's TLS that points to it.
+        """
+        heap, blocks = self.heap, self.heap.blocks
+        layout = layouts.latest(layouts.TCACHE, heap.release)
+        if layout is None or not len(blocks):
+            return
+        owners = self._tls_words()
+        struct_size = (layout[3] + 8 + 15) & ~15
+        rows = np.flatnonzero((blocks.state == kernel.IN_USE) &
+                              ((blocks.size == struct_size) | (blocks.size == struct_size + 16)))
+        for k in range(0, len(rows), 4096):
+            for address, entries in self._cache_candidates(blocks.address[rows[k:k + 4096]], layout):
+                lwp = owners.get(address, 0)
+                if (entries.any() or lwp) and self._plausible_entries(entries):
+                    cache = Tcache(address, lwp)
+                    self._empty(cache, entries)
+                    heap.tcaches.append(cache)
+        for region in heap.regions:
+            tcached = blocks.state[region.first:region.last] == kernel.TCACHED
+            if region.kind != "mmapped" and tcached.any():
+                arena = heap.arenas[region.arena]
+                arena.tcached_blocks += int(np.count_nonzero(tcached))
+                arena.tcached_bytes += int(blocks.size[region.first:region.last][tcached].sum())
+
+    def _cache_candidates(self, addresses: np.ndarray, layout):
+        """(address, entries) of those blocks whose counters and entries fit a tcache_perthread_struct."""
+        width, bins, entries_at, size = layout
+        form = np.dtype({"names": ["counts", "entries"], "formats": [f"({bins},)u{width}", f"({bins},)u8"],
+                         "offsets": [0, entries_at], "itemsize": size})
+        values, present = self.target.space.gather(addresses, form)
+        fits = present & (values["entries"] & np.uint64(15) == 0).all(axis=1)
+        if self.heap.release < (2, 42):   # from 2.42 on the counters say how many more fit, not how many there are
+            fits &= ((values["counts"] > 0) == (values["entries"] != 0)).all(axis=1)
+        for k in np.flatnonzero(fits):
+            yield int(addresses[k]), values["entries"][k].copy()
+
+    def _tls_words(self) -> dict[int, int]:
+        """Words of each thread's static TLS -> the thread's lwp: a thread's own pointers."""
+        words: dict[int, int] = {}
+        for thread in self.target.threads:
+            mapping = self.target.mapping_at(thread.tp) if thread.tp else None
+            if mapping is None:
+                continue
+            low, high = (max(mapping.start, thread.tp - 16384), thread.tp) if thread.arch.tls_below else \
+                (thread.tp, min(mapping.end, thread.tp + 16384))
+            for start, end in self.target.space.present((low + 7) & ~7, high & ~7):
+                for word in np.unique(self.target.space.words_of(start, end)):
+                    words.setdefault(int(word), thread.lwp)
+        return words
+
+    def _plausible_entries(self, entries: np.ndarray) -> bool:
+        blocks, sizes = self.heap.blocks, layouts.tcache_bin_sizes(self.heap.release)
+        for k in np.flatnonzero(entries):
+            row = int(np.searchsorted(blocks.address, entries[k]))
+            if row >= len(blocks) or blocks.address[row] != entries[k]:
+                return False
+            if blocks.state[row] != kernel.IN_USE or (sizes[k] and int(blocks.size[row]) != sizes[k]):
+                return False
+        return True
+
+    def _empty(self, cache: Tcache, entries: np.ndarray) -> None:
+        """Mark the blocks of a cache as tcached and count them, for it and for the arenas they came from."""
+        heap, blocks = self.heap, self.heap.blocks
+        safe = int(heap.release >= layouts.SAFE_LINKING)
+        sizes = layouts.tcache_bin_sizes(heap.release)
+        for k in np.flatnonzero(entries):
+            count, total, why, where = kernel.follow(
+                *self.buffer, entries[k], safe, blocks.address, blocks.size, blocks.state, 0, len(blocks),
+                np.uint64(sizes[k]), kernel.TCACHED, len(blocks) + 1)
+            cache.blocks += int(count)
+            cache.bytes += int(total)
+            self._complain(why, where, f"tcache bin {k} of thread {cache.lwp or '?'}")
+

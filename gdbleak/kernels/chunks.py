@@ -1,0 +1,317 @@
+"""Walking glibc chunks: from header to header, along free lists, and back into step after damage.
+
+`words`, `starts`, `ends`, `offsets`: the buffer and table of an AddressSpace. `address`, `size`, `state`: the block
+arrays (user address, chunk size in bytes, state), filled from row `n` on and sorted by address. Every function stops
+at what cannot be a chunk and says where and why; none reads outside of the table.
+"""
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from . import compiled, helper
+
+IN_USE, FREE, FASTBIN, TCACHED, TOP = 1, 2, 3, 4, 5
+END, BUDGET, BAD_SIZE, ABSENT, FENCE, LOOP, STRAY = 0, 1, 2, 3, 4, 5, 6
+
+_U3, _U7, _U8, _U15, _U16, _U32 = (np.uint64(k) for k in (3, 7, 8, 15, 16, 32))
+_ONE, _ZERO, _TWELVE = np.uint64(1), np.uint64(0), np.uint64(12)
+_NOT7 = np.uint64(0xfffffffffffffff8)
+
+
+@helper
+def _piece(starts, ends, address):
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) >> 1
+        if starts[middle] <= address:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0 or address >= ends[low - 1]:
+        return -1
+    return low - 1
+
+
+@helper
+def _row(address, first, last, user):
+    """Row of the block with exactly this user address among rows [first, last), or -1."""
+    low, high = first, last
+    while low < high:
+        middle = (low + high) >> 1
+        if address[middle] < user:
+            low = middle + 1
+        else:
+            high = middle
+    if low < last and address[low] == user:
+        return low
+    return -1
+
+
+def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, first, budget, notes):
+    memory = memoryview(words)
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    p, stop, n, first = int(p), int(stop), int(n), int(first)
+    low = high = delta = 0
+    goal = n + int(budget)
+    while p < stop:
+        if n >= goal:
+            return n, p, BUDGET
+        if not low <= p or p + 16 > high:
+            k = bisect.bisect_right(starts, p) - 1
+            if k < 0 or p + 16 > ends[k]:
+                return n, p, ABSENT
+            low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
+        i = (p + delta) >> 3
+        head = memory[i + 1]
+        length = head & ~7
+        if not head & 1 and n > first and state[n - 1] == IN_USE:
+            state[n - 1] = FREE
+            if memory[i] != size[n - 1]:
+                if not notes[0]:
+                    notes[1] = p
+                notes[0] += 1
+        if length == 16:
+            return n, p, FENCE
+        if length < 32 or length & 15 or length > stop - p:
+            return n, p, BAD_SIZE
+        address[n] = p + 16
+        size[n] = length
+        state[n] = IN_USE
+        n += 1
+        p += length
+    return n, p, END
+
+
+@compiled(_walk_array)
+def walk(words, starts, ends, offsets, p, stop, address, size, state, n, first, budget, notes):
+    """Walk chunks from chunk address `p` to `stop`, at most `budget` of them; (n, p, why it stopped).
+
+    A chunk whose successor says "previous not in use" is FREE, all others IN_USE. `first`: the row the region began
+    at. `notes` (uint64[2]): how many free chunks' prev_size disagreed with their size, and the address of the first.
+    """
+    low = high = delta = _ZERO
+    goal = n + budget
+    while p < stop:
+        if n >= goal:
+            return n, p, BUDGET
+        if p < low or p + _U16 > high:
+            k = _piece(starts, ends, p)
+            if k < 0 or p + _U16 > ends[k]:
+                return n, p, ABSENT
+            low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
+        i = (p + delta) >> _U3
+        head = words[i + _ONE]
+        length = head & _NOT7
+        if (head & _ONE) == _ZERO and n > first and state[n - 1] == IN_USE:
+            state[n - 1] = FREE
+            if words[i] != size[n - 1]:
+                if notes[0] == _ZERO:
+                    notes[1] = p
+                notes[0] += _ONE
+        if length == _U16:
+            return n, p, FENCE
+        if length < _U32 or (length & _U15) != _ZERO or length > stop - p:
+            return n, p, BAD_SIZE
+        address[n] = p + _U16
+        size[n] = length
+        state[n] = IN_USE
+        n += 1
+        p += length
+    return n, p, END
+
+
+def _follow_array(words, starts, ends, offsets, user, protect, address, size, state, first, last, only, mark, limit):
+    memory = memoryview(words)
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    user, count, total = int(user), 0, 0
+    while user:
+        if count >= limit:
+            return count, total, LOOP, user
+        row = int(np.searchsorted(address[first:last], np.uint64(user))) + first
+        if row >= last or int(address[row]) != user:
+            return count, total, STRAY, user
+        if state[row] == mark:
+            return count, total, LOOP, user
+        if state[row] != IN_USE or (only and int(size[row]) != only):
+            return count, total, STRAY, user
+        k = bisect.bisect_right(starts, user) - 1
+        if k < 0 or user + 8 > ends[k]:
+            return count, total, ABSENT, user
+        state[row] = mark
+        count += 1
+        total += int(size[row])
+        following = memory[(offsets[k] + user - starts[k]) >> 3]
+        if protect:
+            following ^= user >> 12
+        user = following + (16 if following and protect & 2 else 0)
+    return count, total, END, 0
+
+
+@compiled(_follow_array)
+def follow(words, starts, ends, offsets, user, protect, address, size, state, first, last, only, mark, limit):
+    """Mark a singly linked free list (tcache or fastbin) from user address `user`; (count, bytes, why, where).
+
+    `protect` bit 0: links are safe-linked; bit 1: they point to the chunk, not to the user address. `only`: the chunk size all
+    of them must have (0: any). Only blocks that a walk found IN_USE among rows [first, last) are marked with `mark`.
+    """
+    count, total = 0, 0
+    while user != _ZERO:
+        if count >= limit:
+            return count, total, LOOP, user
+        row = _row(address, first, last, user)
+        if row < 0:
+            return count, total, STRAY, user
+        if state[row] == mark:
+            return count, total, LOOP, user
+        if state[row] != IN_USE or (only != _ZERO and size[row] != only):
+            return count, total, STRAY, user
+        k = _piece(starts, ends, user)
+        if k < 0 or user + _U8 > ends[k]:
+            return count, total, ABSENT, user
+        state[row] = mark
+        count += 1
+        total += np.int64(size[row])
+        following = words[(offsets[k] + user - starts[k]) >> _U3]
+        if protect & 1:
+            following ^= user >> _TWELVE
+        if following != _ZERO and protect & 2:
+            following += _U16
+        user = following
+    return count, total, END, _ZERO
+
+
+def _bin_array(words, starts, ends, offsets, head, address, size, state, first, last, limit):
+    memory = memoryview(words)
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+
+    def place(chunk):
+        k = bisect.bisect_right(starts, chunk + 16) - 1
+        return (offsets[k] + chunk + 16 - starts[k]) >> 3 if k >= 0 and chunk + 32 <= ends[k] else -1
+
+    head, previous, count, total = int(head), int(head), 0, 0
+    at = place(head)
+    if at < 0:
+        return 0, 0, ABSENT, head
+    chunk = memory[at]
+    while chunk != head:
+        if count >= limit:
+            return count, total, LOOP, chunk
+        row = int(np.searchsorted(address[first:last], np.uint64((chunk + 16) & (1 << 64) - 1))) + first
+        if row >= last or int(address[row]) != chunk + 16 or state[row] != FREE:
+            return count, total, STRAY, chunk
+        at = place(chunk)
+        if at < 0:
+            return count, total, ABSENT, chunk
+        if memory[at + 1] != previous:
+            return count, total, LOOP, chunk
+        count += 1
+        total += int(size[row])
+        previous, chunk = chunk, memory[at]
+    return count, total, END, 0
+
+
+@compiled(_bin_array)
+def follow_bin(words, starts, ends, offsets, head, address, size, state, first, last, limit):
+    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong).
+
+    Every member must be a FREE row and its `bk` must name the one before: else LOOP or STRAY, with the chunk's address.
+    """
+    previous = head
+    count, total = 0, 0
+    k = _piece(starts, ends, head + _U16)
+    if k < 0 or head + _U32 > ends[k]:
+        return count, total, ABSENT, head
+    chunk = words[(offsets[k] + head + _U16 - starts[k]) >> _U3]
+    while chunk != head:
+        if count >= limit:
+            return count, total, LOOP, chunk
+        row = _row(address, first, last, chunk + _U16)
+        if row < 0 or state[row] != FREE:
+            return count, total, STRAY, chunk
+        k = _piece(starts, ends, chunk + _U16)
+        if k < 0 or chunk + _U32 > ends[k]:
+            return count, total, ABSENT, chunk
+        at = (offsets[k] + chunk + _U16 - starts[k]) >> _U3
+        if words[at + _ONE] != previous:
+            return count, total, LOOP, chunk
+        count += 1
+        total += np.int64(size[row])
+        previous = chunk
+        chunk = words[at]
+    return count, total, END, _ZERO
+
+
+def _resume_array(words, starts, ends, offsets, start, stop):
+    start, stop = int(start), int(stop)
+    heads: list[tuple[int, int]] = []
+    for s, e, o in zip(starts.tolist(), ends.tolist(), offsets.tolist()):
+        low, high = max((s + 15) & ~15, start), min(e & ~15, stop)
+        if low >= high:
+            continue
+        view = words[(o + low - s + 8) >> 3:(o + high - s) >> 3:2]
+        length = view & _NOT7
+        at = np.arange(low, low + 16 * len(view), 16, dtype=np.uint64)
+        good = (length >= _U32) & (length & _U15 == 0) & (length <= np.uint64(stop) - at)
+        heads += zip(at[good].tolist(), view[good].tolist())
+    reaches = {stop}
+    found = 0
+    for at, head in reversed(heads):
+        if at + (head & ~7) in reaches:
+            reaches.add(at)
+            if head & 1:
+                found = at
+    return found
+
+
+@compiled(_resume_array)
+def resume(words, starts, ends, offsets, start, stop):
+    """The lowest chunk address at or after `start` from which sizes lead exactly to `stop`, or 0.
+
+    Marks, from the end backwards, each 16-byte slot whose size lands on a marked slot. The chunk after a gap always has its
+    "previous in use" bit set (there is no chunk before it), so slots without it are no answer.
+    """
+    slots = np.int64((stop - start) >> np.uint64(4))
+    reaches = np.zeros(slots + 1, np.uint8)
+    reaches[slots] = 1
+    found = _ZERO
+    k = np.int64(len(starts)) - 1
+    j = slots - 1
+    while j >= 0 and k >= 0:
+        at = start + (np.uint64(j) << np.uint64(4))
+        while k >= 0 and starts[k] > at:
+            k -= 1
+        if k < 0:
+            break
+        if at + _U16 <= ends[k]:
+            head = words[(offsets[k] + at - starts[k] + _U8) >> _U3]
+            length = head & _NOT7
+            if length >= _U32 and (length & _U15) == _ZERO and length <= stop - at and \
+                    reaches[j + np.int64(length >> np.uint64(4))]:
+                reaches[j] = 1
+                if head & _ONE:
+                    found = at
+        j -= 1
+    return found
+
+
+def _histogram_array(size, state, counts, totals):
+    bucket = np.frexp(size.astype(np.float64))[1] - 1
+    key = bucket * 8 + state
+    counts += np.bincount(key, minlength=counts.size)[:counts.size].reshape(counts.shape)
+    weight = np.bincount(key, weights=size.astype(np.float64), minlength=counts.size)
+    totals += weight[:counts.size].astype(np.int64).reshape(totals.shape)
+
+
+@compiled(_histogram_array)
+def histogram(size, state, counts, totals):
+    """Add blocks to counts[64, 8] and totals[64, 8] (int64): rows are powers of two (2^k <= size < 2^(k+1)), columns states."""
+    for row in range(len(size)):
+        s = size[row]
+        bucket = 0
+        while s > _ONE:
+            s >>= _ONE
+            bucket += 1
+        counts[bucket, state[row]] += 1
+        totals[bucket, state[row]] += np.int64(size[row])

@@ -1,0 +1,82 @@
+"""The set of a report: which blocks of the malloc heaps it is about."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..commands.options import size, size_range
+from ..heaps.blocks import FREE_STATES, Region
+from ..heaps.glibc import GlibcHeap
+from ..kernels import chunks as kernel
+
+_STATES = {"in-use": (kernel.IN_USE,), "free": FREE_STATES, "tcached": (kernel.TCACHED,), "top": (kernel.TOP,)}
+
+
+class Slice(NamedTuple):
+    """Blocks of one region: rows `first` to `last` of its heap; `rows`: which of them (None: all)."""
+
+    heap: GlibcHeap
+    region: Region
+    rows: np.ndarray | None
+
+    @property
+    def size(self) -> np.ndarray:
+        part = self.heap.blocks.size[self.region.first:self.region.last]
+        return part if self.rows is None else part[self.rows]
+
+    @property
+    def state(self) -> np.ndarray:
+        part = self.heap.blocks.state[self.region.first:self.region.last]
+        return part if self.rows is None else part[self.rows]
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Row numbers in the heap's blocks."""
+        return np.arange(self.region.first, self.region.last) if self.rows is None else self.rows + self.region.first
+
+
+def arena_name(region: Region) -> str:
+    """How a region's arena is called: `arena 0 (main)`, `arena 3`, `mmapped`."""
+    if region.kind == "mmapped":
+        return "mmapped"
+    return "arena 0 (main)" if region.arena == 0 else f"arena {region.arena}"
+
+
+def describe(arguments) -> str:
+    """The set in words, "" for all blocks."""
+    parts = [f"size {arguments.size}" if arguments.size else "", arguments.state if arguments.state != "all" else "",
+             f"arena {arguments.arena}" if arguments.arena else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def select(heaps: list[GlibcHeap], arguments) -> list[Slice]:
+    """The blocks that `--size`, `--state` and `--arena` ask for, region by region. Raises ValueError."""
+    bounds = size_range(arguments.size, arguments.evaluate) if arguments.size else None
+    least = size(arguments.min_bytes, arguments.evaluate)
+    if least:
+        bounds = (max(bounds[0], least), bounds[1]) if bounds else (least, 1 << 63)
+    states = _STATES.get(arguments.state)
+    known = {str(arena.index) for heap in heaps for arena in heap.arenas} | {"mmapped"}
+    if arguments.arena and arguments.arena not in known:
+        raise ValueError(f"there is no arena {arguments.arena}: this target has 0 to {max(int(k) for k in known - {'mmapped'})}, "
+                         "and `mmapped`")
+    found = []
+    for heap in heaps:
+        for region in heap.regions:
+            name = "mmapped" if region.kind == "mmapped" else str(region.arena)
+            if arguments.arena and arguments.arena != name:
+                continue
+            rows = None
+            if bounds or states:
+                part = slice(region.first, region.last)
+                chosen = np.ones(region.last - region.first, bool)
+                if bounds:
+                    chosen &= (heap.blocks.size[part] >= np.uint64(bounds[0])) & (heap.blocks.size[part] < np.uint64(bounds[1]))
+                if states:
+                    chosen &= np.isin(heap.blocks.state[part], states)
+                rows = np.flatnonzero(chosen)
+                if not len(rows):
+                    continue
+            found.append(Slice(heap, region, rows))
+    return found

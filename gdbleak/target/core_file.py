@@ -1,0 +1,167 @@
+"""A core file as a Target: its memory mapped as it lies, its notes read, its modules found and matched with files."""
+from __future__ import annotations
+
+import os
+
+from elftools.common.exceptions import ELFError
+from elftools.construct.core import ConstructError
+from elftools.elf.elffile import ELFFile
+
+from . import threads as threads_
+from .address_space import PAGE, AddressSpace
+from .elf import PT_LOAD
+from .target import Mapping, Source, Target, TargetError
+
+_ARM_TLS = 0x401
+_FILE_ROOM = 1 << 32  # address space kept for files that turn out to be the target's
+
+
+def _parse(stream, path: str):
+    try:
+        elf = ELFFile(stream)
+        segments = [(s["p_type"], s) for s in elf.iter_segments()]
+    except (ELFError, ConstructError, ValueError, KeyError, IndexError) as error:
+        raise TargetError(f"{path} is not a complete ELF core file: {str(error).splitlines()[0] or 'cut short'}") from None
+    if elf.elfclass != 64:
+        raise TargetError(f"{path} is a 32-bit core: not supported yet")
+    if elf.header["e_type"] != "ET_CORE":
+        raise TargetError(f"{path} is an ELF file but no core file")
+    if not elf.little_endian:
+        raise TargetError(f"{path} is big-endian: not supported")
+    return elf, segments
+
+
+def _notes(segments, size: int):
+    """(type, description) of every note that is whole."""
+    for kind, segment in segments:
+        if kind != "PT_NOTE" or segment["p_offset"] + 12 > size:
+            continue
+        try:
+            for note in segment.iter_notes():
+                yield note["n_type"], note["n_descdata"], note["n_desc"]
+        except (ELFError, ConstructError, ValueError, KeyError, IndexError, UnicodeDecodeError):
+            continue
+
+
+def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
+    """Open a core file. `exe`: the program's file when known; `sysroot`: where the target's files lie on this machine.
+
+    Raises TargetError with one line that says what is wrong.
+    """
+    try:
+        stream = open(path, "rb")
+    except OSError as error:
+        raise TargetError(f"cannot open {path}: {error.strerror}") from None
+    with stream:
+        size = os.fstat(stream.fileno()).st_size
+        elf, segments = _parse(stream, path)
+        machine = elf.header["e_machine"]
+        arch = {"EM_X86_64": threads_.X86_64, "EM_AARCH64": threads_.AARCH64}.get(machine)
+        if arch is None:
+            raise TargetError(f"{path} is of machine {machine}: only x86-64 and aarch64 are supported")
+        space = AddressSpace(size + _FILE_ROOM)
+        base = space.map_file(stream.fileno(), 0, size)
+        source = Source("core", path)
+        mappings = []
+        cut: list[tuple[int, int]] = []
+        for kind, segment in segments:
+            if kind != "PT_LOAD":
+                continue
+            start, filesz, offset = segment["p_vaddr"], segment["p_filesz"], segment["p_offset"]
+            there = max(0, min(filesz, size - offset))
+            if there < filesz:
+                cut.append((start + there, start + filesz))
+            space.add(start, start + there, base + offset)
+            flags = segment["p_flags"]
+            perms = "".join(letter if flags & bit else "-" for letter, bit in (("r", 4), ("w", 2), ("x", 1)))
+            mappings.append(Mapping(start, start + max(segment["p_memsz"], filesz), perms))
+        mappings.sort(key=lambda mapping: mapping.start)
+        if not mappings:
+            raise TargetError(f"{path} holds no memory")
+        if cut:
+            source.partial.append(f"the core file is cut short: {sum(end - start for start, end in cut):,} bytes of memory are "
+                                  "missing from it")
+        auxv: dict[int, int] = {}
+        found: list[threads_.Thread] = []
+        files: list[Mapping] = []
+        for kind, raw, parsed in _notes(segments, size):
+            raw = raw.encode("latin-1") if isinstance(raw, str) else bytes(raw)
+            if kind == "NT_PRSTATUS":
+                thread = threads_.from_prstatus(raw, arch)
+                if thread is not None:
+                    found.append(thread)
+                    source.pid = source.pid or thread.lwp
+            elif kind == "NT_PRPSINFO" and not isinstance(parsed, (bytes, str)):
+                source.pid = int(parsed["pr_pid"]) or source.pid
+            elif kind == "NT_AUXV":
+                words = [int.from_bytes(raw[k:k + 8], "little") for k in range(0, len(raw) // 16 * 16, 8)]
+                auxv = dict(zip(words[::2], words[1::2]))
+            elif kind == _ARM_TLS and found:
+                found[-1].registers["tpidr"] = int.from_bytes(raw[:8], "little")
+            elif kind == "NT_FILE" and not isinstance(parsed, (bytes, str)):
+                unit = int(parsed["page_size"])
+                for entry, name in zip(parsed["Elf_Nt_File_Entry"], parsed["filename"]):
+                    files.append(Mapping(entry["vm_start"], entry["vm_end"], "", name.decode("utf-8", "surrogateescape"),
+                                         entry["page_offset"] * unit))
+    if not found:
+        source.partial.append("the core file names no thread: its notes are missing or cut")
+    target = Target(source, space, arch, mappings, found, auxv)
+    _name_mappings(target, files)
+    target.find_modules([f for f in files if target.mapping_at(f.start) is None])
+    target.match_files(exe, sysroot)
+    _map_files(target, cut)
+    target.find_stacks()
+    _measure_coverage(target)
+    return target
+
+
+def _name_mappings(target: Target, files: list[Mapping]) -> None:
+    """Give the mappings the file names of NT_FILE, cutting a mapping where a file ends inside it."""
+    by_start = {f.start: f for f in files}
+    for mapping in target.mappings:
+        entry = by_start.get(mapping.start)
+        if entry:
+            mapping.path, mapping.file_offset = entry.path, entry.file_offset
+        elif mapping.start == target.auxv.get(33):
+            mapping.path = "[vdso]"
+        elif mapping.start >= 1 << 63:
+            mapping.path = "[vsyscall]"
+
+
+def _map_files(target: Target, cut: list[tuple[int, int]]) -> None:
+    """Pages that the core left out because a file has them: mapped from that file, if it is the very same build.
+
+    What was in the core and is cut off from it stays absent: the file has not what the program wrote there.
+    """
+    for module in target.modules:
+        if module.file is None:
+            continue
+        with open(module.file.path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            for row in module.phdrs[module.phdrs["type"] == PT_LOAD]:
+                start = module.bias + (int(row["vaddr"]) & ~(PAGE - 1))
+                end = module.bias + int(row["vaddr"]) + int(row["filesz"])
+                offset = int(row["offset"]) & ~(PAGE - 1)
+                end = min(end, start + size - offset)
+                lost = any(low < end and start < high for low, high in cut)
+                if end <= start or lost or target.space.present(start, end) == [(start, end)]:
+                    continue
+                try:
+                    place = target.space.map_file(stream.fileno(), offset, end - start)
+                except (MemoryError, OSError) as error:
+                    target.source.partial.append(f"{module.file.path} could not be mapped: {error}")
+                    continue
+                target.space.add(start, end, place)
+
+
+def _measure_coverage(target: Target) -> None:
+    """Set `coverage`: the share of the readable mappings' bytes that is there; name the files of another build."""
+    readable = [m for m in target.mappings if "r" in m.perms and m.path not in ("[vsyscall]", "[vvar]")]
+    total = sum(m.size for m in readable)
+    there = sum(high - low for m in readable for low, high in target.space.present(m.start, m.end))
+    target.source.coverage = there / total if total else 0.0
+    for module in target.modules:
+        if module.mismatch:
+            target.source.partial.append(
+                f"{module.path} on this machine is another build (build-id {module.mismatch[:12]}, the target's is "
+                f"{module.build_id[:12]}): not used; --sysroot DIR names where the target's files lie")

@@ -1,0 +1,236 @@
+"""What GDB knows: which target is selected, its symbols, and layouts from debug information.
+
+GDB names things; the bytes are read by an AddressSpace. A Target is kept until GDB's view of it can have changed.
+"""
+from __future__ import annotations
+
+import os
+import re
+
+import gdb
+import numpy as np
+
+from . import live, threads as threads_
+from .address_space import DemandSpace
+from .core_file import open_core
+from .layout import Layouts
+from .target import Mapping, Source, Target, TargetError
+
+_kept: tuple[tuple, Target] | None = None
+_stops = 0
+
+
+def _forget(_event) -> None:
+    global _stops
+    _stops += 1
+
+
+for _events in (gdb.events.cont, gdb.events.exited, gdb.events.new_objfile, gdb.events.clear_objfiles, gdb.events.memory_changed):
+    _events.connect(_forget)
+
+
+def current_target() -> Target:
+    """The Target of GDB's selected inferior. Raises TargetError when there is none that can be read."""
+    global _kept
+    inferior = gdb.selected_inferior()
+    core = _core_path()
+    if not core and not inferior.pid:
+        raise TargetError("there is no core file and no process: open one with `core-file FILE` or `attach PID`")
+    sysroot, exe = _sysroot(), gdb.current_progspace().filename or ""
+    stamp = os.stat(core) if core and os.path.exists(core) else None
+    key = (core, stamp and (stamp.st_mtime_ns, stamp.st_size), inferior.num, inferior.pid, sysroot, exe, _stops)
+    if _kept is None or _kept[0] != key:
+        _kept = None
+        target = open_core(core, exe, sysroot) if core else _stopped_process(inferior, exe, sysroot)
+        target.debugger = Names()
+        target.layouts = Dwarf()
+        _kept = key, target
+    return _kept[1]
+
+
+def _sysroot() -> str:
+    root = gdb.parameter("sysroot") or ""
+    return "" if root in ("/", "target:") else root
+
+
+def _core_path() -> str:
+    """The file name of the core that is open in the selected inferior, or ""."""
+    connection = getattr(gdb.selected_inferior(), "connection", None)
+    if connection is not None and connection.type != "core":
+        return ""
+    found = re.search(r"Local core dump file:\s+`(.*?)', file type", gdb.execute("info target", to_string=True))
+    return found[1] if found else ""
+
+
+# -- a process that GDB holds ---------------------------------------------------------------------------------------------
+def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
+    """The process that GDB stopped: read from the kernel when it is on this machine, else through GDB."""
+    arch = _architecture(inferior)
+    native = inferior.connection is not None and inferior.connection.type == "native"
+    try:
+        mappings = [Mapping(m.start, m.end, m.perms[:3], "" if m.inode == 0 and not m.path.startswith("[v") else m.path, m.offset)
+                    for m in live.mappings(inferior.pid)] if native else []
+    except (OSError, live.LiveError):
+        native, mappings = False, []
+    if not mappings:
+        mappings = _mappings_through_gdb()
+    readable = [(m.start, m.end) for m in mappings if "r" in m.perms and m.path not in ("[vvar]", "[vsyscall]", "[vvar_vclock]")]
+    reader = live.ProcessMemory(inferior.pid).read_into if native else _read_through_gdb
+    source = Source("pid", pid=inferior.pid)
+    if not native:
+        source.partial.append("read through GDB in blocks of 1 MiB: slower, and only what is asked for")
+    target = Target(source, DemandSpace(readable, reader), arch, sorted(mappings, key=lambda m: m.start),
+                    _threads_of(inferior, arch), _auxv())
+    target.find_modules()
+    target.match_files(exe, sysroot or (f"/proc/{inferior.pid}/root" if native else ""))
+    target.find_stacks()
+    return target
+
+
+def _architecture(inferior) -> threads_.Architecture:
+    name = inferior.architecture().name()
+    if name == "i386:x86-64":
+        return threads_.X86_64
+    if name.startswith("aarch64") and "ilp32" not in name:
+        return threads_.AARCH64
+    if name.startswith("i386"):
+        raise TargetError("this is a 32-bit process: not supported yet")
+    raise TargetError(f"the architecture {name} is not supported: only x86-64 and aarch64 are")
+
+
+def _read_through_gdb(address: int, view: memoryview) -> int:
+    inferior = gdb.selected_inferior()
+    try:
+        view[:] = inferior.read_memory(address, len(view))
+        return len(view)
+    except gdb.MemoryError:
+        done = 0
+        while done < len(view):   # as far as it goes, page by page
+            step = min(4096 - (address + done) % 4096, len(view) - done)
+            try:
+                view[done:done + step] = inferior.read_memory(address + done, step)
+            except gdb.MemoryError:
+                break
+            done += step
+        return done
+
+
+def _mappings_through_gdb() -> list[Mapping]:
+    try:
+        text = gdb.execute("info proc mappings", to_string=True)
+    except gdb.error as error:
+        raise TargetError(f"GDB cannot list the target's mappings: {' '.join(str(error).split())}") from None
+    found = []
+    for line in text.splitlines():
+        row = re.match(r"\s*(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+0x[0-9a-f]+\s+(0x[0-9a-f]+)\s+([rwxps-]{3,5})?\s*(.*)$", line)
+        if row:
+            path = row[5].strip()
+            found.append(Mapping(int(row[1], 16), int(row[2], 16), (row[4] or "rw-")[:3],
+                                 "" if path.startswith("[") and not path.startswith("[v") else path, int(row[3], 16)))
+    if not found:
+        raise TargetError("GDB lists no mappings of the target: is it stopped?")
+    return found
+
+
+def _threads_of(inferior, arch: threads_.Architecture) -> list[threads_.Thread]:
+    before, found = gdb.selected_thread(), []
+    try:
+        for thread in sorted(inferior.threads(), key=lambda t: t.num):
+            if not thread.is_valid() or not thread.is_stopped():
+                continue
+            thread.switch()
+            frame, values = gdb.newest_frame(), {}
+            for name in arch.registers + ((arch.thread_pointer,) if arch.thread_pointer not in arch.registers else ()):
+                try:
+                    value = frame.read_register(name)
+                    values[name] = int(value.cast(gdb.lookup_type("unsigned long"))) & (1 << 64) - 1
+                except (gdb.error, ValueError):
+                    continue
+            found.append(threads_.Thread(thread.ptid[1] or thread.ptid[0], values, arch))
+    finally:
+        if before is not None and before.is_valid():
+            before.switch()
+    return found
+
+
+def _auxv() -> dict[int, int]:
+    try:
+        text = gdb.execute("info auxv", to_string=True)
+    except gdb.error:
+        return {}
+    rows = re.findall(r"^(\d+)\s+.*?\s(0x[0-9a-f]+|\d+)(?:\s+\".*\")?$", text, re.M)
+    return {int(tag): int(value, 0) for tag, value in rows}
+
+
+# -- symbols and layouts --------------------------------------------------------------------------------------------------
+class Names:
+    """GDB's symbols: minimal symbols and those of separate debug files too."""
+
+    def address(self, name: str) -> int | None:
+        """The address of a variable or function, or None."""
+        for expression in (f"(unsigned long) &'{name}'", f"(unsigned long) &{name}"):
+            try:
+                return int(gdb.parse_and_eval(expression))
+            except gdb.error:
+                continue
+        return None
+
+    def name(self, address: int) -> tuple[str, int] | None:
+        """(symbol, offset into it) of the symbol that holds `address`, or None."""
+        try:
+            text = gdb.execute(f"info symbol {address:#x}", to_string=True)
+        except gdb.error:
+            return None
+        found = re.match(r"(.+?)(?: \+ (\d+))? in section ", text)
+        return (found[1], int(found[2] or 0)) if found else None
+
+
+class Dwarf(Layouts):
+    """Layouts from the debug information that GDB has read."""
+
+    def __init__(self):
+        self._known: dict[str, np.dtype | None] = {}
+
+    def dwarf(self, type_name: str, wanted: np.dtype) -> np.dtype | None:
+        if type_name not in self._known:
+            self._known[type_name] = self._look_up(type_name, wanted)
+        return self._known[type_name]
+
+    @staticmethod
+    def _look_up(type_name: str, wanted: np.dtype) -> np.dtype | None:
+        for spelling in (f"struct {type_name}", type_name):
+            try:
+                kind = gdb.lookup_type(spelling).strip_typedefs()
+                break
+            except gdb.error:
+                continue
+        else:
+            return None
+        fields = _flatten(kind, "")
+        have = [name for name in wanted.names if name in fields]
+        if not have or not kind.sizeof:
+            return None
+        formats = []
+        for name in have:
+            form = wanted.fields[name][0]
+            base, shape = (form.base, form.shape) if form.shape else (form, ())
+            size = fields[name][1] // int(np.prod(shape)) if shape else fields[name][1]
+            formats.append((f"{base.kind}{size}", shape) if size in (1, 2, 4, 8) and base.kind in "iu" else form)
+        return np.dtype({"names": have, "formats": formats, "offsets": [fields[name][0] for name in have],
+                         "itemsize": kind.sizeof})
+
+
+def _flatten(kind, prefix: str, base: int = 0) -> dict[str, tuple[int, int]]:
+    """Field name -> (byte offset, size); members of an inner structure appear as `outer_inner` too."""
+    found = {}
+    for field in kind.fields():
+        if not hasattr(field, "bitpos") or field.bitsize:
+            continue
+        inner = field.type.strip_typedefs()
+        name = prefix + (field.name or "")
+        found[name] = (base + field.bitpos // 8, inner.sizeof)
+        if inner.code in (gdb.TYPE_CODE_STRUCT, gdb.TYPE_CODE_UNION) and len(prefix) < 40:
+            found.update({key: value for key, value in
+                          _flatten(inner, name + "_" if field.name else prefix, base + field.bitpos // 8).items()
+                          if key not in found})
+    return found

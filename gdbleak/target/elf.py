@@ -1,0 +1,229 @@
+"""ELF images, as files on disk and as they lie in target memory: program headers, build-id, dynamic section, symbols."""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .address_space import Absent, AddressSpace
+
+EHDR = np.dtype({"names": ["ident", "type", "machine", "entry", "phoff", "phentsize", "phnum"],
+                 "formats": ["V16", "u2", "u2", "u8", "u8", "u2", "u2"],
+                 "offsets": [0, 16, 18, 24, 32, 54, 56], "itemsize": 64})
+PHDR = np.dtype([("type", "u4"), ("flags", "u4"), ("offset", "u8"), ("vaddr", "u8"), ("paddr", "u8"),
+                 ("filesz", "u8"), ("memsz", "u8"), ("align", "u8")])
+SYM = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("shndx", "u2"), ("value", "u8"), ("size", "u8")])
+PT_LOAD, PT_DYNAMIC, PT_NOTE, PT_TLS = 1, 2, 4, 7
+DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SONAME, DT_DEBUG, DT_GNU_HASH = 4, 5, 6, 10, 14, 21, 0x6ffffef5
+NT_GNU_BUILD_ID = 3
+STT_TLS = 6
+
+
+def build_id_of_notes(notes: bytes) -> str:
+    """The build-id (hex) among raw ELF notes, or an empty string."""
+    at = 0
+    while at + 12 <= len(notes):
+        name_size, desc_size, kind = (int.from_bytes(notes[at + k:at + k + 4], "little") for k in (0, 4, 8))
+        name = at + 12
+        desc = name + (name_size + 3) // 4 * 4
+        if kind == NT_GNU_BUILD_ID and notes[name:name + 4] == b"GNU\0" and 0 < desc_size <= 64:
+            return notes[desc:desc + desc_size].hex()
+        at = desc + (desc_size + 3) // 4 * 4
+    return ""
+
+
+class SymbolTable:
+    """Symbols of one image with absolute addresses, sorted by address: arrays and one string table."""
+
+    def __init__(self, symbols: np.ndarray, strings: bytes, bias: int):
+        """`symbols`: rows of SYM; `strings`: the string table they point into; `bias`: what to add to a value."""
+        defined = symbols[(symbols["shndx"] != 0) & (symbols["shndx"] < 0xff00) & (symbols["value"] != 0)]
+        order = np.argsort(defined["value"], kind="stable")
+        self._rows = defined[order]
+        self._strings = strings
+        located = self._rows[(self._rows["info"] & 15) < 3]  # NOTYPE, OBJECT, FUNC
+        self.bias = bias
+        self._located = located
+        self._addresses = located["value"] + np.uint64(bias)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _name(self, row) -> str:
+        start = int(row["name"])
+        return self._strings[start:self._strings.find(b"\0", start)].decode("utf-8", "replace")
+
+    def row(self, name: str):
+        """The symbol of that name (a row of SYM), or None."""
+        key = name.encode() + b"\0"
+        at, places = self._strings.find(key), []
+        while at >= 0:
+            places.append(at)
+            at = self._strings.find(key, at + 1)
+        if not places:
+            return None
+        hits = self._rows[np.isin(self._rows["name"], np.array(places, np.uint32))]
+        return hits[-1] if len(hits) else None
+
+    def address(self, name: str) -> int | None:
+        """The address of a variable or function, or None."""
+        row = self.row(name)
+        return None if row is None or row["info"] & 15 == STT_TLS else int(row["value"]) + self.bias
+
+    def nearest(self, address: int) -> tuple[str, int] | None:
+        """(name, offset into it) of the symbol that contains `address`; one of unknown size contains what follows."""
+        k = int(np.searchsorted(self._addresses, np.uint64(address), "right")) - 1
+        for k in range(k, max(k - 8, -1), -1):
+            offset = address - int(self._addresses[k])
+            size = int(self._located[k]["size"])
+            if offset < size or (size == 0 and k == len(self._addresses) - 1) or \
+                    (size == 0 and address < int(self._addresses[k + 1]) and offset < 1 << 16):
+                return self._name(self._located[k]), offset
+        return None
+
+
+class ElfFile:
+    """An ELF file on disk; opened by `open_elf`. `build_id`, `machine`, `phdrs`; symbols on request."""
+
+    def __init__(self, path: str):
+        from elftools.elf.elffile import ELFFile
+        self.path = path
+        with open(path, "rb") as stream:
+            elf = ELFFile(stream)
+            self.elf_class = elf.elfclass
+            self.type = elf.header.e_type
+            stream.seek(0)
+            head = stream.read(64)
+            header = np.frombuffer(head.ljust(64, b"\0"), EHDR)[0]
+            stream.seek(int(header["phoff"]))
+            raw = stream.read(int(header["phnum"]) * PHDR.itemsize)
+            self.phdrs = np.frombuffer(raw[:len(raw) // PHDR.itemsize * PHDR.itemsize], PHDR)
+            self.machine = int(header["machine"])
+            self.build_id = ""
+            for row in self.phdrs[self.phdrs["type"] == PT_NOTE]:
+                stream.seek(int(row["offset"]))
+                self.build_id = self.build_id or build_id_of_notes(stream.read(min(int(row["filesz"]), 1 << 16)))
+
+    def symbols(self, bias: int) -> SymbolTable | None:
+        """.symtab when there is one, else .dynsym; None when there is neither."""
+        from elftools.elf.elffile import ELFFile
+        with open(self.path, "rb") as stream:
+            elf = ELFFile(stream)
+            section = elf.get_section_by_name(".symtab") or elf.get_section_by_name(".dynsym")
+            if section is None:
+                return None
+            data = section.data()
+            return SymbolTable(np.frombuffer(data[:len(data) // 24 * 24], SYM),
+                               elf.get_section(section["sh_link"]).data(), bias)
+
+
+def open_elf(path: str) -> ElfFile | None:
+    """The ELF file at `path`, or None when there is none that can be read."""
+    from elftools.common.exceptions import ELFError
+    try:
+        return ElfFile(path) if os.path.isfile(path) else None
+    except (OSError, ELFError, ValueError, KeyError, UnicodeDecodeError):
+        return None
+
+
+@dataclass
+class Module:
+    """A loaded ELF image: the executable, a shared library, the dynamic linker or the vdso."""
+
+    path: str
+    start: int                       # first mapped address
+    end: int                         # end of the last mapping
+    bias: int = 0                    # address = bias + virtual address in the file
+    build_id: str = ""               # hex, as it lies in target memory; "" when that page is absent
+    phdrs: np.ndarray = field(default_factory=lambda: np.zeros(0, PHDR))
+    file: ElfFile | None = None      # the file on disk, only when its build-id is the target's
+    mismatch: str = ""               # the build-id of a file that was found but is another build
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path.replace(" (deleted)", "")) or "?"
+
+    def writable(self) -> list[tuple[int, int]]:
+        """(start, end) of its .data and .bss."""
+        rows = self.phdrs[(self.phdrs["type"] == PT_LOAD) & (self.phdrs["flags"] & 2 != 0)]
+        return [(self.bias + int(row["vaddr"]), self.bias + int(row["vaddr"]) + int(row["memsz"])) for row in rows]
+
+    def dynamic(self, space: AddressSpace) -> dict[int, int]:
+        """The dynamic section as it lies in memory (or in the file): tag -> value. Empty when it is absent."""
+        rows = self.phdrs[self.phdrs["type"] == PT_DYNAMIC]
+        if not len(rows):
+            return {}
+        try:
+            data = space.read(self.bias + int(rows[0]["vaddr"]), int(rows[0]["memsz"]) // 16 * 16)
+        except Absent:
+            return {}
+        return {int(tag): int(value) for tag, value in np.frombuffer(data, "<u8").reshape(-1, 2)[::-1]}
+
+    def memory_symbols(self, space: AddressSpace) -> SymbolTable | None:
+        """.dynsym as it lies in target memory; None when it is absent."""
+        tags = self.dynamic(space)
+
+        def pointer(tag):
+            value = tags.get(tag, 0)
+            return value + self.bias if value and value < self.bias else value  # the vdso's are not relocated
+
+        symtab, strtab = pointer(DT_SYMTAB), pointer(DT_STRTAB)
+        if not symtab or not strtab:
+            return None
+        try:
+            count = self._symbol_count(space, pointer(DT_HASH), pointer(DT_GNU_HASH), symtab, strtab)
+            return SymbolTable(np.frombuffer(space.read(symtab, count * SYM.itemsize), SYM),
+                               space.read(strtab, tags.get(DT_STRSZ, 0)), self.bias)
+        except Absent:
+            return None
+
+    @staticmethod
+    def _symbol_count(space, hash_table, gnu_hash, symtab, strtab) -> int:
+        """.dynsym does not say how long it is: the hash tables do. Raises Absent."""
+        if hash_table:
+            return int(np.frombuffer(space.read(hash_table, 8), "<u4")[1])
+        if gnu_hash:
+            buckets_n, first, bloom_n, _ = (int(x) for x in np.frombuffer(space.read(gnu_hash, 16), "<u4"))
+            at = gnu_hash + 16 + 8 * bloom_n
+            last = int(np.frombuffer(space.read(at, 4 * buckets_n), "<u4").max(initial=0))
+            if last < first:
+                return first
+            chain = at + 4 * buckets_n + 4 * (last - first)
+            while not int.from_bytes(space.read(chain, 4), "little") & 1:
+                chain, last = chain + 4, last + 1
+            return last + 1
+        return max(0, strtab - symtab) // SYM.itemsize
+
+
+def module_at(space: AddressSpace, path: str, start: int, end: int) -> Module | None:
+    """The ELF image whose first page is at `start`; None when those bytes are there and are no ELF header."""
+    module = Module(path, start, end)
+    try:
+        head = space.read(start, 64)
+    except Absent:
+        return module
+    if head[:4] != b"\x7fELF":
+        return None
+    header = np.frombuffer(head, EHDR)[0]
+    try:
+        raw = space.read(start + int(header["phoff"]), int(header["phnum"]) * PHDR.itemsize)
+    except Absent:
+        return module
+    set_headers(module, np.frombuffer(raw, PHDR))
+    for row in module.phdrs[module.phdrs["type"] == PT_NOTE]:
+        try:
+            notes = space.read(module.bias + int(row["vaddr"]), min(int(row["filesz"]), 1 << 16))
+        except Absent:
+            continue
+        module.build_id = module.build_id or build_id_of_notes(notes)
+    return module
+
+
+def set_headers(module: Module, phdrs: np.ndarray) -> None:
+    """Give a module its program headers, and with them its bias and its end."""
+    module.phdrs = phdrs
+    loads = phdrs[phdrs["type"] == PT_LOAD]
+    if len(loads):
+        module.bias = module.start - (int(loads["vaddr"].min()) & ~4095)
+        module.end = max(module.end, module.bias + int((loads["vaddr"] + loads["memsz"]).max()))

@@ -1,0 +1,470 @@
+"""nginx memory pools, found by two roads: from ngx_cycle along what nginx itself follows, and by structure on the malloc heap.
+
+What the second road finds and the first does not is unreached: forgotten pools, and those that only a module's own
+structures know (timers, regexes and fake connections of the lua module, caches).
+"""
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..kernels import pools as kernel
+from ..target.address_space import Absent
+from ..target.layout import struct
+from ..target.target import Target
+from . import nginx_layouts as layouts
+from .glibc import GlibcHeap
+
+KINDS = ("cycle", "conf", "connection", "request", "upstream", "http2", "temp", "log", "other", "unreached")
+_REQUEST_LINE = re.compile(rb"[A-Z]{2,16} [^\x00-\x20]+( HTTP/\d(\.\d)?)?\s*$")
+
+# Which function of nginx creates pools of a kind: known from nginx's source, so inferred for a pool.
+CREATORS = {"cycle": "ngx_init_cycle", "connection": "ngx_event_accept", "request": "ngx_http_alloc_request",
+            "upstream": "ngx_event_connect_peer", "http2": "ngx_http_v2_*", "temp": "ngx_init_cycle"}
+
+
+@dataclass
+class Holder:
+    """Whose a pool is: its kind, and the connection and request (addresses, 0: none) that lead to it."""
+
+    kind: str
+    connection: int = 0
+    request: int = 0
+
+
+@dataclass
+class Pool:
+    """One pool, made for printing. `bytes`: malloc chunks, headers included; `creator_known`: read, not inferred."""
+
+    address: int
+    kind: str
+    creator: str
+    creator_known: bool
+    size: int
+    used: int
+    unused: int
+    blocks: int
+    block_bytes: int
+    large: int
+    large_bytes: int
+    freed_large: int
+    cleanups: int
+    handler: int
+    holder: Holder | None
+
+    @property
+    def bytes(self) -> int:
+        return self.block_bytes + self.large_bytes
+
+    def describe(self) -> str:
+        """One line about the pool."""
+        how = "" if self.creator_known else ", inferred"
+        return (f"nginx pool {self.address:#x} ({self.kind}; created by {self.creator}{how}): {self.bytes:,} bytes in "
+                f"{self.blocks:,} blocks and {self.large:,} large allocations")
+
+
+@dataclass
+class Nginx:
+    """The pools of a process. Row k of `table` (columns of `kernels.pools`) is pool k at `addresses[k]`."""
+
+    target: Target
+    heaps: list[GlibcHeap]
+    cycle: int = 0                                       # address of the ngx_cycle_t, 0: not found
+    fields: np.void | None = None                        # the ngx_cycle_t
+    layout_from: str = ""
+    addresses: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    table: np.ndarray = field(default_factory=lambda: np.zeros((0, kernel.COLUMNS), np.int64))
+    known: set[int] = field(default_factory=set)         # the same addresses
+    owners: list[tuple[int, np.ndarray]] = field(default_factory=list)  # per heap: its first pool; block row -> pool + 1
+    header: int = 80                                     # bytes of ngx_pool_t; 96 in Tengine's debug pools
+    holders: dict[int, Holder] = field(default_factory=dict)                   # pool address -> whose it is
+    connections: int = 0                                 # in use
+    stride: int = 0                                      # sizeof(ngx_connection_t)
+    notes: list[str] = field(default_factory=list)
+    request_line_offsets: list[int] = field(default_factory=list)       # where request_line was found in a request
+
+    # -- questions ------------------------------------------------------------------------------------------------------
+    def kinds(self) -> np.ndarray:
+        """The kind of each pool, as an index into KINDS (uint8)."""
+        codes = np.full(len(self.addresses), KINDS.index("unreached"), np.uint8)
+        if self.holders:
+            held = np.fromiter(self.holders, np.uint64, len(self.holders))
+            code = np.array([KINDS.index(holder.kind) for holder in self.holders.values()], np.uint8)
+            order = np.argsort(self.addresses)
+            at = np.minimum(np.searchsorted(self.addresses, held, sorter=order), max(len(order) - 1, 0))
+            if len(order):
+                rows = order[at]
+                same = self.addresses[rows] == held
+                codes[rows[same]] = code[same]
+        return codes
+
+    def number_of(self, address: int) -> int:
+        """The number of the pool that begins at `address`, or -1."""
+        found = np.flatnonzero(self.addresses == np.uint64(address))
+        return int(found[0]) if len(found) else -1
+
+    def number_holding(self, address: int) -> int:
+        """The number of the pool one of whose blocks or large allocations holds `address`, or -1."""
+        for heap, (first, owner) in zip(self.heaps, self.owners):
+            row = heap.blocks.row_of(address)
+            if row >= 0 and owner[row]:
+                return first + int(owner[row]) - 1
+        return -1
+
+    def pool_of(self, address: int) -> Pool | None:
+        """The pool that holds `address`, or None."""
+        number = self.number_holding(address)
+        return None if number < 0 else self.pool(number)
+
+    def pool(self, number: int) -> Pool:
+        """Pool `number` for printing."""
+        row = [int(value) for value in self.table[number]]
+        address = int(self.addresses[number])
+        holder = self.holders.get(address)
+        kind = holder.kind if holder else "unreached"
+        creator, known = self.creator(number, kind)
+        return Pool(address, kind, creator, known, row[kernel.SIZE], row[kernel.USED], row[kernel.UNUSED], row[kernel.BLOCKS],
+                    row[kernel.BLOCK_BYTES], row[kernel.LARGE], row[kernel.LARGE_BYTES], row[kernel.FREED_LARGE],
+                    row[kernel.CLEANUPS], row[kernel.HANDLER], holder)
+
+    def creator(self, number: int, kind: str) -> tuple[str, bool]:
+        """(who created the pool, whether that is read from it). Without Tengine's debug pools it is inferred."""
+        address = int(self.addresses[number])
+        if self.header == layouts.DEBUG_POOL_HEADER:
+            name = self._debug_creator(address)
+            if name:
+                return name, True
+        if kind in CREATORS:
+            return CREATORS[kind], False
+        handler = int(self.table[number, kernel.HANDLER])
+        if handler:
+            return f"near {self.target.name_of(handler) or 'unknown code'}, its cleanup", False
+        if self._is_request(address + self.header, address):
+            return "ngx_http_alloc_request", False
+        return "unknown", False
+
+    def groups(self, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pools with the same kind, creator and size: (one pool number a group, group of each pool)."""
+        names = np.zeros(len(self.addresses), np.uint64)
+        if self.header == layouts.DEBUG_POOL_HEADER:
+            names, _ = self.target.space.gather(self.addresses + np.uint64(88), np.uint64)
+        heads, whole = self.target.space.gather(self.addresses + np.uint64(self.header), layouts.REQUEST)
+        request = whole & (heads["signature"] == layouts.REQUEST_SIGNATURE) & (heads["pool"] == self.addresses)
+        keys = np.stack([kinds.astype(np.int64), self.table[:, kernel.HANDLER], self.table[:, kernel.SIZE], request,
+                         names.view(np.int64)], axis=1)
+        _, first, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return first, group.reshape(-1)
+
+    def _debug_creator(self, address: int) -> str:
+        try:
+            stat = self.target.space.word(address + 88)
+            name = self.target.space.cstring(self.target.space.word(stat), 128)
+        except Absent:
+            return ""
+        return name.decode() if re.fullmatch(rb"[A-Za-z_]\w*", name) else ""
+
+    def _is_request(self, address: int, pool: int) -> bool:
+        try:
+            request = self.target.space.struct(address, layouts.REQUEST)
+        except Absent:
+            return False
+        return int(request["signature"]) == layouts.REQUEST_SIGNATURE and int(request["pool"]) == pool
+
+    # -- words for people -------------------------------------------------------------------------------------------------
+    def client(self, connection: int) -> str:
+        """The peer's address of a connection, "" when it is absent."""
+        try:
+            fields = self.target.space.struct(connection, layouts.CONNECTION)
+            return _address(self.target.space.read(int(fields["sockaddr"]), min(int(fields["socklen"]), 128)))
+        except Absent:
+            return ""
+
+    def listener(self, connection: int) -> str:
+        """The address a connection was accepted on, "" for one that nginx made itself."""
+        try:
+            listening = int(self.target.space.struct(connection, layouts.CONNECTION)["listening"])
+            if not listening:
+                return ""
+            fields = self.target.space.struct(listening, layouts.LISTENING)
+            size = int(fields["addr_text_len"])
+            if 0 < size < 128:
+                return self.target.space.read(int(fields["addr_text_data"]), size).decode("utf-8", "replace")
+            return _address(self.target.space.read(int(fields["sockaddr"]), min(int(fields["socklen"]), 128)))
+        except Absent:
+            return ""
+
+    def request_line(self, request: int) -> str:
+        """The request's first line as the client sent it, "" when it has none yet (or it is absent)."""
+        for offset in self.request_line_offsets:
+            line = self._line_at(request + offset)
+            if line:
+                return line.decode("utf-8", "backslashreplace")
+        for offset in range(600, 1200, 8):
+            line = self._line_at(request + offset)
+            if line and b" HTTP/" in line:
+                self.request_line_offsets.append(offset)
+                return line.decode("utf-8", "backslashreplace")
+        return ""
+
+    def _line_at(self, address: int) -> bytes:
+        """The text of an ngx_str_t when it is a request line, else b""."""
+        try:
+            size, data = self.target.space.word(address), self.target.space.word(address + 8)
+            if not 0 < size <= 1 << 16:
+                return b""
+            text = self.target.space.read(data, size)
+        except Absent:
+            return b""
+        return text if _REQUEST_LINE.match(text) else b""
+
+
+def _address(raw: bytes) -> str:
+    """A struct sockaddr as text."""
+    family = int.from_bytes(raw[:2], "little")
+    try:
+        if family == socket.AF_INET and len(raw) >= 8:
+            return f"{socket.inet_ntop(family, raw[4:8])}:{int.from_bytes(raw[2:4], 'big')}"
+        if family == socket.AF_INET6 and len(raw) >= 24:
+            return f"[{socket.inet_ntop(family, raw[8:24])}]:{int.from_bytes(raw[2:4], 'big')}"
+    except ValueError:
+        return ""
+    if family == socket.AF_UNIX:
+        return "unix:" + raw[2:].split(b"\0")[0].decode("utf-8", "replace")
+    return ""
+
+
+def find(target: Target, heaps: list[GlibcHeap]) -> Nginx | None:
+    """The pools of the process by both roads; None when there is neither an ngx_cycle nor a single pool."""
+    nginx = Nginx(target, heaps)
+    wanted = struct(16, request_line=(0, "(2,)u8"))
+    dwarf = target.layouts.dwarf("ngx_http_request_s", wanted)
+    if dwarf is not None:
+        nginx.request_line_offsets.append(dwarf.fields["request_line"][1])
+    _by_structure(nginx)
+    variable = target.symbol("ngx_cycle")
+    nginx.cycle = (target.word(variable) or 0) if variable else 0
+    if nginx.cycle:
+        _from_cycle(nginx, target)
+    elif not len(nginx.addresses):
+        return None
+    else:
+        nginx.notes.append("ngx_cycle was not found: every pool counts as unreached")
+    return nginx
+
+
+# -- the second road: by structure ------------------------------------------------------------------------------------------
+def _by_structure(nginx: Nginx) -> None:
+    """Find the pools among the in-use malloc blocks, with the plain header or, if that finds fewer, the debug one."""
+    best = None
+    for header in (80, layouts.DEBUG_POOL_HEADER):
+        found = [_pools_of(nginx.target, heap, header) for heap in nginx.heaps]
+        count = sum(len(table) for table, _ in found)
+        if best is None or count > best[0]:
+            best = count, header, found
+    _, nginx.header, found = best
+    first = 0
+    for table, owner in found:
+        nginx.owners.append((first, owner))
+        first += len(table)
+    if found:
+        nginx.table = np.concatenate([table for table, _ in found])
+        nginx.addresses = np.concatenate([heap.blocks.address[table[:, kernel.ROW]] for heap, (table, _) in zip(nginx.heaps, found)])
+        nginx.known = set(nginx.addresses.tolist())
+
+
+def _pools_of(target: Target, heap: GlibcHeap, header: int) -> tuple[np.ndarray, np.ndarray]:
+    """(table of the pools of one heap, owner of each block)."""
+    space = target.space
+    table = space.table([(region.start, region.end) for region in heap.regions])
+    words = space.words.view(np.int64)
+    buffer = words, table.starts.view(np.int64), table.ends.view(np.int64), table.offsets.view(np.int64)
+    blocks = heap.blocks
+    rows = (blocks.address.view(np.int64), blocks.size.view(np.int64), blocks.state)
+    page = target.auxv.get(6, 4096)
+    found = kernel.candidates(*buffer, *rows, header, page)
+    out = np.zeros((len(found), kernel.COLUMNS), np.int64)
+    owner = np.zeros(len(blocks), np.int32)
+    count = kernel.measure(*buffer, *rows, found, header, owner, out)
+    return out[:count].copy(), owner
+
+
+# -- the first road: from ngx_cycle -------------------------------------------------------------------------------------------
+def _from_cycle(nginx: Nginx, target: Target) -> None:
+    """Follow what nginx follows: cycle, connections, their requests, upstreams and HTTP/2 connections."""
+    _read_cycle(nginx, target)
+    if nginx.fields is None:
+        return
+    _hold(nginx, int(nginx.fields["pool"]), Holder("cycle"))
+    for cycle in _old_cycles(target) + [int(nginx.fields["old_cycle"])]:
+        pool = target.word(cycle + 8) if cycle else None
+        if pool:
+            _hold(nginx, pool, Holder("cycle"))
+    temporary = target.symbol("ngx_temp_pool")
+    if temporary:
+        _hold(nginx, target.word(temporary) or 0, Holder("temp"))
+    if int(nginx.fields["connections"]):
+        _connections(nginx, target)
+        _requests_by_content(nginx, target)
+
+
+def _read_cycle(nginx: Nginx, target: Target) -> None:
+    """Read the ngx_cycle_t with the layout whose connections and events fit together; find the size of a connection."""
+    dwarf = target.layouts.dwarf("ngx_cycle_s", layouts.CYCLES[0])
+    forms = ([(dwarf, "debug information")] if dwarf is not None else []) + [(form, "tables") for form in layouts.CYCLES]
+    idle = None
+    for form, origin in forms:
+        try:
+            cycle = target.space.struct(nginx.cycle, form)
+        except Absent:
+            continue
+        stride = _connection_size(target, cycle)
+        if stride:
+            nginx.fields, nginx.layout_from, nginx.stride = cycle, origin, stride
+            return
+        if idle is None and not int(cycle["connections"]) and not int(cycle["read_events"]) and 0 < int(cycle["connection_n"]) < 1 << 24:
+            idle = cycle, origin   # a master process: it has no connections of its own
+    if idle is not None:
+        nginx.fields, nginx.layout_from = idle
+        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it began to serve")
+        return
+    nginx.notes.append("the layout of this nginx's ngx_cycle_t is not known: its pools are found by structure alone")
+
+
+def _connection_size(target: Target, cycle: np.void) -> int:
+    """sizeof(ngx_connection_t): the distance at which a connection's events are the next ones of their arrays; 0: none."""
+    base, reads, writes = (int(cycle[name]) for name in ("connections", "read_events", "write_events"))
+    if not (base and reads and writes) or target.word(base + 8) != reads or target.word(base + 16) != writes:
+        return 0
+    for stride in range(160, 512, 8):
+        if target.word(base + stride + 8) == reads + layouts.EVENT_SIZE and \
+                target.word(base + stride + 16) == writes + layouts.EVENT_SIZE:
+            return stride
+    return 0
+
+
+def _old_cycles(target: Target) -> list[int]:
+    variable = target.symbol("ngx_old_cycles")
+    if not variable:
+        return []
+    elements, count = target.word(variable) or 0, target.word(variable + 8) or 0
+    return [target.word(elements + 8 * k) or 0 for k in range(min(count, 1024))] if elements else []
+
+
+def _hold(nginx: Nginx, pool: int, holder: Holder) -> None:
+    """Say that the pool at this address is reached; who comes first keeps it."""
+    if pool and pool not in nginx.holders:
+        nginx.holders[pool] = holder
+        if pool not in nginx.known:
+            _add_unstructured(nginx, pool)
+
+
+def _add_unstructured(nginx: Nginx, pool: int) -> None:
+    """Count a pool that is reached but was not found on a malloc heap: its blocks by their own bounds."""
+    row = np.zeros(kernel.COLUMNS, np.int64)
+    row[kernel.ROW] = -1
+    space = nginx.target.space
+    try:
+        head = space.struct(pool, layouts.POOL)
+        size = int(head["d_end"]) - pool
+        if not nginx.header <= size <= 1 << 30:
+            raise Absent(pool)
+        block, lead, seen = pool, nginx.header, 0
+        while block and seen < 1 << 20:
+            last, end = space.word(block), space.word(block + 8)
+            row[kernel.USED] += last - block - lead
+            row[kernel.UNUSED] += end - last
+            block, lead, seen = space.word(block + 16), layouts.BLOCK_HEADER, seen + 1
+        row[kernel.BLOCKS], row[kernel.BLOCK_BYTES], row[kernel.SIZE] = seen, seen * size, size
+        row[kernel.LOG] = int(head["log"])
+    except Absent:
+        nginx.notes.append(f"the pool at {pool:#x} is reached but cannot be read")
+        del nginx.holders[pool]
+        return
+    nginx.addresses = np.append(nginx.addresses, np.uint64(pool))
+    nginx.table = np.vstack([nginx.table, row])
+    nginx.known.add(pool)
+
+
+def _connections(nginx: Nginx, target: Target) -> None:
+    """Every connection in use: its own pool, and those of what its `data` is."""
+    base, count = int(nginx.fields["connections"]), int(nginx.fields["connection_n"])
+    if not 0 < count < 1 << 24:
+        nginx.notes.append(f"connection_n is {count}: the connections are not read")
+        return
+    addresses = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(nginx.stride)
+    rows, present = target.space.gather(addresses, layouts.CONNECTION)
+    if not present.all():
+        nginx.notes.append(f"{int((~present).sum()):,} of {count:,} connections are not in the core")
+    used = present & (rows["fd"] != -1)
+    free, seen = int(nginx.fields["free_connections"]), 0
+    while free and seen < count and (free - base) % nginx.stride == 0 and 0 <= (free - base) // nginx.stride < count:
+        number = (free - base) // nginx.stride
+        used[number] = False
+        free, seen = int(rows["data"][number]), seen + 1
+    active = np.flatnonzero(used)
+    nginx.connections = int(np.count_nonzero(rows["pool"][active]))
+    data, whole = target.space.gather(rows["data"][active], layouts.REQUEST)
+    for k, number in enumerate(active):
+        address, pool = int(addresses[number]), int(rows["pool"][number])
+        client = bool(rows["listening"][number])
+        request = 0
+        if whole[k] and int(data["signature"][k]) == layouts.REQUEST_SIGNATURE:
+            request = int(rows["data"][number])
+        _hold(nginx, pool, Holder("connection" if client else "upstream", address, request))
+        if request and int(data["connection"][k]) == address:
+            _hold(nginx, int(data["pool"][k]), Holder("request", address, request))
+        elif client and whole[k] and not request and target.word(int(rows["data"][number])) == address:
+            _http2(nginx, target, int(rows["data"][number]), layouts.HTTP2_CONNECTION_SIZE, Holder("http2", address))
+
+
+def _http2(nginx: Nginx, target: Target, start: int, size: int, holder: Holder) -> None:
+    """Hold every pool that a structure of an HTTP/2 connection points to."""
+    for low, high in target.space.present(start, start + size)[:1]:
+        for word in target.space.words_of(low, high & ~7).tolist():
+            if word in nginx.known and word not in nginx.holders:
+                _hold(nginx, word, holder)
+
+
+def _requests_by_content(nginx: Nginx, target: Target) -> None:
+    """Requests whose connection is no row of the connections array (HTTP/2 streams have one of their own in a pool).
+
+    nginx allocates a request first in its own pool, so each pool is asked. It is reached when the connection it names lies in a
+    reached pool and points back to it. Repeated until nothing is added, as such pools lead to others.
+    """
+    heads, whole = target.space.gather(nginx.addresses + np.uint64(nginx.header), layouts.REQUEST)
+    mine = whole & (heads["signature"] == layouts.REQUEST_SIGNATURE) & (heads["pool"] == nginx.addresses)
+    waiting = [(int(nginx.addresses[k]), int(heads["connection"][k])) for k in np.flatnonzero(mine)]
+    again = True
+    while again:
+        again = False
+        for pool, connection in list(waiting):
+            request = pool + nginx.header
+            if pool not in nginx.holders:
+                number = nginx.number_holding(connection)
+                if number < 0 or int(nginx.addresses[number]) not in nginx.holders or target.word(connection) != request:
+                    continue
+                owner = nginx.holders[int(nginx.addresses[number])]
+                _hold(nginx, pool, Holder("request", owner.connection, request))
+            waiting.remove((pool, connection))
+            again = True
+            stream, http2 = _stream_of(target, request)
+            if stream:
+                _http2(nginx, target, stream, layouts.HTTP2_STREAM_SIZE, Holder("http2", nginx.holders[pool].connection, request))
+                _http2(nginx, target, http2, layouts.HTTP2_CONNECTION_SIZE, Holder("http2", nginx.holders[pool].connection))
+
+
+def _stream_of(target: Target, request: int) -> tuple[int, int]:
+    """(HTTP/2 stream, its connection) of a request: the structure that points back to it; (0, 0) for HTTP/1."""
+    for low, high in target.space.present(request + 900, request + 1800)[:1]:
+        for word in target.space.words_of((low + 7) & ~7, high & ~7).tolist():
+            if word and not word & 7 and target.word(word) == request:
+                http2 = target.word(word + 8) or 0
+                connection = target.word(http2) if http2 else 0
+                if connection and target.word(connection) == http2:
+                    return word, http2
+    return 0, 0
+
+

@@ -1,0 +1,205 @@
+"""nginx pools by their structure: which in-use malloc blocks begin a pool, and what each pool holds.
+
+All integers are int64 here (addresses of a process fit), so that one body serves as the compiled form and, over memoryviews and
+lists, as the array form.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from . import compiled, helper
+from .chunks import IN_USE
+
+# columns of the result of `measure`
+ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG, COLUMNS = range(13)
+
+
+def _candidates_array(words, starts, ends, offsets, address, size, state, header, page):
+    found = []
+    for k in range(0, len(address), 1 << 18):
+        users = address[k:k + (1 << 18)]
+        piece = np.maximum(np.searchsorted(starts, users, "right") - 1, 0)
+        whole = (users >= starts[piece]) & (users + 48 <= ends[piece]) & (state[k:k + (1 << 18)] == IN_USE)
+        rows = np.flatnonzero(whole & (size[k:k + (1 << 18)] >= header + 16))
+        users, piece = users[rows], piece[rows]
+        at = (offsets[piece] + users - starts[piece]) >> 3
+        last, end, most = words[at], words[at + 1], words[at + 4]
+        good = (users + header <= last) & (last <= end) & (end - users <= size[k:k + (1 << 18)][rows] - 8)
+        good &= most == np.minimum(end - users - header, page - 1)
+        found.append(rows[good] + k)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+@compiled(_candidates_array)
+def candidates(words, starts, ends, offsets, address, size, state, header, page):
+    """Rows of in-use blocks whose first words can be an ngx_pool_t with a header of `header` bytes (int64 array).
+
+    Tested here: header <= last <= end <= the block, and `max` is what ngx_create_pool makes of them.
+    """
+    found = np.empty(len(address), np.int64)
+    n = 0
+    low = high = delta = 0
+    for row in range(len(address)):
+        if state[row] != IN_USE or size[row] < header + 16:
+            continue
+        user = address[row]
+        if user < low or user + 48 > high:
+            a, b = 0, len(starts)
+            while a < b:
+                middle = (a + b) >> 1
+                if starts[middle] <= user:
+                    a = middle + 1
+                else:
+                    b = middle
+            if a == 0 or user + 48 > ends[a - 1]:
+                continue
+            low, high, delta = starts[a - 1], ends[a - 1], offsets[a - 1] - starts[a - 1]
+        at = (user + delta) >> 3
+        last, end = words[at], words[at + 1]
+        if last < user + header or last > end or end - user > size[row] - 8:
+            continue
+        if words[at + 4] == min(end - user - header, page - 1):
+            found[n] = row
+            n += 1
+    return found[:n].copy()
+
+
+@helper
+def _at(starts, ends, offsets, address, size):
+    """Index of the word at `address` when `size` bytes are there, else -1."""
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) >> 1
+        if starts[middle] <= address:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0 or address + size > ends[low - 1] or address & 7:
+        return -1
+    return (offsets[low - 1] + address - starts[low - 1]) >> 3
+
+
+@helper
+def _row_holding(address, size, user):
+    """Row of the block whose usable bytes hold `user`, or -1."""
+    low, high = 0, len(address)
+    while low < high:
+        middle = (low + high) >> 1
+        if address[middle] <= user:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0 or user >= address[low - 1] + size[low - 1] - 8:
+        return -1
+    return low - 1
+
+
+def _measure(words, starts, ends, offsets, address, size, state, rows, header, owner, out):
+    """Walk the pools that begin at `rows`; how many of them are pools.
+
+    A pool is one when every block of its chain is an in-use block of the first one's size, `current` is among them, the nodes
+    of `large` and `cleanup` lie in the pool's own blocks, and every large allocation is an in-use block. Row k of `out` (int64
+    [.., COLUMNS]) then describes the k-th pool, and owner[row] (int32) is k + 1 for each of its blocks; `owner` comes zeroed.
+    """
+    n = 0
+    for row in rows:
+        pool = address[row]
+        token = n + 1
+        at = _at(starts, ends, offsets, pool, header)
+        if at < 0 or owner[row] != 0:
+            continue
+        length = words[at + 1] - pool
+        current, large, cleanup, log = words[at + 5], words[at + 7], words[at + 8], words[at + 9]
+        good = True
+        blocks = block_bytes = used = unused = 0
+        has_current = False
+        block, lead = pool, header
+        while block != 0:
+            here = _row_holding(address, size, block)
+            place = _at(starts, ends, offsets, block, 32)
+            if here < 0 or address[here] != block or state[here] != IN_USE or owner[here] != 0 or place < 0:
+                good = False
+                break
+            last, end = words[place], words[place + 1]
+            if end - block != length or last < block + lead or last > end:
+                good = False
+                break
+            owner[here] = token
+            has_current = has_current or block == current
+            blocks += 1
+            block_bytes += size[here]
+            used += last - block - lead
+            unused += end - last
+            block, lead = words[place + 2], 32
+        larges = large_bytes = freed = 0
+        node = large
+        while good and node != 0:
+            here = _row_holding(address, size, node)
+            place = _at(starts, ends, offsets, node, 16)
+            if here < 0 or place < 0 or owner[here] != token or larges + freed > used >> 4:
+                good = False
+                break
+            allocation = words[place + 1]
+            if allocation == 0:
+                freed += 1
+            else:
+                mine = _row_holding(address, size, allocation)
+                if mine < 0 or address[mine] != allocation or state[mine] != IN_USE or \
+                        (owner[mine] != 0 and owner[mine] != token):
+                    good = False
+                    break
+                owner[mine] = token
+                larges += 1
+                large_bytes += size[mine]
+            node = words[place]
+        cleanups = handler = 0
+        node = cleanup
+        while good and node != 0:
+            here = _row_holding(address, size, node)
+            place = _at(starts, ends, offsets, node, 24)
+            if here < 0 or place < 0 or owner[here] != token or cleanups > (used + large_bytes) >> 4:
+                good = False
+                break
+            if cleanups == 0:
+                handler = words[place]
+            cleanups += 1
+            node = words[place + 2]
+        if good and has_current:
+            out[n, ROW], out[n, BLOCKS], out[n, BLOCK_BYTES], out[n, USED] = row, blocks, block_bytes, used
+            out[n, UNUSED], out[n, LARGE], out[n, LARGE_BYTES], out[n, FREED_LARGE] = unused, larges, large_bytes, freed
+            out[n, CLEANUPS], out[n, HANDLER], out[n, SIZE], out[n, LOG] = cleanups, handler, length, log
+            n += 1
+        else:
+            _forget(words, starts, ends, offsets, address, size, pool, large, (used >> 4) + 1, token, owner)
+    return n
+
+
+@helper
+def _forget(words, starts, ends, offsets, address, size, pool, large, most, token, owner):
+    """Take back the marks of what turned out to be no pool."""
+    block = pool
+    while block != 0:
+        here = _row_holding(address, size, block)
+        place = _at(starts, ends, offsets, block, 32)
+        if here < 0 or place < 0 or owner[here] != token:
+            break
+        owner[here] = 0
+        block = words[place + 2]
+    node = large
+    while node != 0 and most > 0:
+        place = _at(starts, ends, offsets, node, 16)
+        if place < 0:
+            break
+        mine = _row_holding(address, size, words[place + 1])
+        if mine >= 0 and owner[mine] == token:
+            owner[mine] = 0
+        node = words[place]
+        most -= 1
+
+
+def _measure_array(words, starts, ends, offsets, address, size, state, rows, header, owner, out):
+    return _measure(memoryview(words), starts.tolist(), ends.tolist(), offsets.tolist(), memoryview(address), memoryview(size),
+                    memoryview(state), rows.tolist(), header, owner, out)
+
+
+measure = compiled(_measure_array)(_measure)

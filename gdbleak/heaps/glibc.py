@@ -108,9 +108,9 @@ class GlibcHeap:
                 return region
         return None
 
-    def usable(self, row: int) -> int:
-        """Bytes of the block that are the program's: what malloc_usable_size() says."""
-        region = self.region_at(int(self.blocks.address[row]) - 16)
+    def usable(self, row: int, region: Region | None = None) -> int:
+        """Bytes of the block that are the program's: what malloc_usable_size() says. `region`: the block's, when known."""
+        region = region or self.region_at(int(self.blocks.address[row]) - 16)
         return int(self.blocks.size[row]) - (16 if region and region.kind == "mmapped" else 8)
 
     def metadata(self) -> list[int]:
@@ -402,7 +402,7 @@ def _morecore_start(target: Target, heap: GlibcHeap, top: int) -> int:
     table = target.space.table([(low, top + 16)])
     at = (low + PAGE - 1) & ~(PAGE - 1)
     while at <= top:
-        start = int(kernel.resume(*_buffer(target, table), np.uint64(at), np.uint64(top))) if at < top else top
+        start = _resume(_buffer(target, table), at, top) if at < top else top
         if not start or not start & (PAGE - 1):
             return start or top
         at = (start + PAGE - 1) & ~(PAGE - 1)
@@ -518,6 +518,11 @@ def _buffer(target: Target, table):
     return target.space.words, table.starts, table.ends, table.offsets
 
 
+def _resume(buffer, start: int, stop: int) -> int:
+    """The lowest chunk address from `start` on from which sizes lead exactly to `stop`, or 0."""
+    return int(kernel.resume(*buffer, start, stop, reserve((stop - start) // 16 + 1, np.uint8)))
+
+
 class _Walk:
     """One pass over all regions of a heap: fills its blocks, then marks what the free lists hold."""
 
@@ -570,7 +575,7 @@ class _Walk:
     def _tiles(self, at: int, stop: int, first: int):
         notes = np.zeros(2, np.uint64)
         while True:
-            n, at, why = kernel.walk(*self.buffer, np.uint64(at), np.uint64(stop), self.address, self.size, self.state,
+            n, at, why = kernel.walk(*self.buffer, at, stop, self.address, self.size, self.state,
                                      self.n, first, TILE, notes)
             self.n = int(n)
             if why != kernel.BUDGET:
@@ -583,7 +588,7 @@ class _Walk:
     def _step_over(self, region: Region, at: int, stop: int, why: int, first: int) -> int:
         """After a break at `at`: record what it was and return where chunks go on (`stop` when nowhere)."""
         past = at + 32 if why == kernel.FENCE else at + 16
-        going_on = int(kernel.resume(*self.buffer, np.uint64(min(past, stop)), np.uint64(stop))) or stop
+        going_on = _resume(self.buffer, min(past, stop), stop) or stop
         last_good = int(self.address[self.n - 1]) - 16 if self.n > first else 0
         if why == kernel.FENCE and region.kind == "brk":
             region.overhead += 32
@@ -622,8 +627,8 @@ class _Walk:
         for k, chunk in enumerate(arena.fields["fastbinsY"] if "fastbinsY" in heap.state.names else ()):
             if chunk:
                 count, total, why, where = kernel.follow(
-                    *self.buffer, np.uint64(int(chunk) + 16), 2 | safe, blocks.address, blocks.size, blocks.state, 0, last,
-                    np.uint64(32 + 16 * k), kernel.FASTBIN, last + 1)
+                    *self.buffer, int(chunk) + 16, 2 | safe, blocks.address, blocks.size, blocks.state, 0, last,
+                    32 + 16 * k, kernel.FASTBIN, last + 1)
                 arena.fast_blocks += int(count)
                 arena.fast_bytes += int(total)
                 self._complain(why, where, f"fastbin {k} of arena {arena.index}")
@@ -724,7 +729,7 @@ class _Walk:
         for k in np.flatnonzero(entries):
             count, total, why, where = kernel.follow(
                 *self.buffer, entries[k], safe, blocks.address, blocks.size, blocks.state, 0, len(blocks),
-                np.uint64(sizes[k]), kernel.TCACHED, len(blocks) + 1)
+                sizes[k], kernel.TCACHED, len(blocks) + 1)
             cache.blocks += int(count)
             cache.bytes += int(total)
             self._complain(why, where, f"tcache bin {k} of thread {cache.lwp or '?'}")

@@ -16,6 +16,7 @@ from ..target.address_space import Absent
 from ..target.layout import struct
 from ..target.target import Target
 from . import nginx_layouts as layouts
+from .blocks import reserve
 from .glibc import GlibcHeap
 
 KINDS = ("cycle", "conf", "connection", "request", "upstream", "http2", "temp", "log", "other", "unreached")
@@ -284,11 +285,12 @@ def _pools_of(target: Target, heap: GlibcHeap, header: int) -> tuple[np.ndarray,
     blocks = heap.blocks
     rows = (blocks.address.view(np.int64), blocks.size.view(np.int64), blocks.state)
     page = target.auxv.get(6, 4096)
-    found = kernel.candidates(*buffer, *rows, header, page)
-    out = np.zeros((len(found), kernel.COLUMNS), np.int64)
+    found = reserve(len(blocks), np.int64)
+    found = found[:kernel.candidates(*buffer, *rows, header, page, found)]
+    out = np.zeros(len(found) * kernel.COLUMNS, np.int64)
     owner = np.zeros(len(blocks), np.int32)
     count = kernel.measure(*buffer, *rows, found, header, owner, out)
-    return out[:count].copy(), owner
+    return out.reshape(-1, kernel.COLUMNS)[:count], owner
 
 
 # -- the first road: from ngx_cycle -------------------------------------------------------------------------------------------

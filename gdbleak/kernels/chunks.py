@@ -10,7 +10,7 @@ import bisect
 
 import numpy as np
 
-from . import compiled, helper
+from . import helper, kernel
 
 IN_USE, FREE, FASTBIN, TCACHED, TOP = 1, 2, 3, 4, 5
 END, BUDGET, BAD_SIZE, ABSENT, FENCE, LOOP, STRAY = 0, 1, 2, 3, 4, 5, 6
@@ -84,8 +84,9 @@ def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, 
     return n, p, END
 
 
-@compiled(_walk_array)
-def walk(words, starts, ends, offsets, p, stop, address, size, state, n, first, budget, notes):
+@kernel(_walk_array)
+def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, p: U64, stop: U64, address: U64s, size: U64s, state: U8s,
+         n: I64, first: I64, budget: I64, notes: U64s):
     """Walk chunks from chunk address `p` to `stop`, at most `budget` of them; (n, p, why it stopped).
 
     A chunk whose successor says "previous not in use" is FREE, all others IN_USE. `first`: the row the region began
@@ -149,8 +150,9 @@ def _follow_array(words, starts, ends, offsets, user, protect, address, size, st
     return count, total, END, 0
 
 
-@compiled(_follow_array)
-def follow(words, starts, ends, offsets, user, protect, address, size, state, first, last, only, mark, limit):
+@kernel(_follow_array)
+def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, protect: I64, address: U64s, size: U64s, state: U8s,
+           first: I64, last: I64, only: U64, mark: I64, limit: I64):
     """Mark a singly linked free list (tcache or fastbin) from user address `user`; (count, bytes, why, where).
 
     `protect` bit 0: links are safe-linked; bit 1: they point to the chunk, not to the user address. `only`: the chunk size all
@@ -212,8 +214,9 @@ def _bin_array(words, starts, ends, offsets, head, address, size, state, first, 
     return count, total, END, 0
 
 
-@compiled(_bin_array)
-def follow_bin(words, starts, ends, offsets, head, address, size, state, first, last, limit):
+@kernel(_bin_array)
+def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, address: U64s, size: U64s, state: U8s,
+               first: I64, last: I64, limit: I64):
     """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong).
 
     Every member must be a FREE row and its `bk` must name the one before: else LOOP or STRAY, with the chunk's address.
@@ -243,7 +246,7 @@ def follow_bin(words, starts, ends, offsets, head, address, size, state, first, 
     return count, total, END, _ZERO
 
 
-def _resume_array(words, starts, ends, offsets, start, stop):
+def _resume_array(words, starts, ends, offsets, start, stop, reaches):
     start, stop = int(start), int(stop)
     heads: list[tuple[int, int]] = []
     for s, e, o in zip(starts.tolist(), ends.tolist(), offsets.tolist()):
@@ -255,25 +258,25 @@ def _resume_array(words, starts, ends, offsets, start, stop):
         at = np.arange(low, low + 16 * len(view), 16, dtype=np.uint64)
         good = (length >= _U32) & (length & _U15 == 0) & (length <= np.uint64(stop) - at)
         heads += zip(at[good].tolist(), view[good].tolist())
-    reaches = {stop}
+    landing = {stop}
     found = 0
     for at, head in reversed(heads):
-        if at + (head & ~7) in reaches:
-            reaches.add(at)
+        if at + (head & ~7) in landing:
+            landing.add(at)
             if head & 1:
                 found = at
     return found
 
 
-@compiled(_resume_array)
-def resume(words, starts, ends, offsets, start, stop):
+@kernel(_resume_array)
+def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, reaches: U8s):
     """The lowest chunk address at or after `start` from which sizes lead exactly to `stop`, or 0.
 
     Marks, from the end backwards, each 16-byte slot whose size lands on a marked slot. The chunk after a gap always has its
-    "previous in use" bit set (there is no chunk before it), so slots without it are no answer.
+    "previous in use" bit set (there is no chunk before it), so slots without it are no answer. `reaches`: uint8, zeroed, one more
+    than there are slots.
     """
     slots = np.int64((stop - start) >> np.uint64(4))
-    reaches = np.zeros(slots + 1, np.uint8)
     reaches[slots] = 1
     found = _ZERO
     k = np.int64(len(starts)) - 1
@@ -297,21 +300,22 @@ def resume(words, starts, ends, offsets, start, stop):
 
 
 def _histogram_array(size, state, counts, totals):
-    bucket = np.frexp(size.astype(np.float64))[1] - 1
-    key = bucket * 8 + state
-    counts += np.bincount(key, minlength=counts.size)[:counts.size].reshape(counts.shape)
-    weight = np.bincount(key, weights=size.astype(np.float64), minlength=counts.size)
-    totals += weight[:counts.size].astype(np.int64).reshape(totals.shape)
+    for k in range(0, len(size), 1 << 18):
+        part = size[k:k + (1 << 18)]
+        key = (np.frexp(part.astype(np.float64))[1] - 1) * 8 + state[k:k + (1 << 18)]
+        counts += np.bincount(key, minlength=512)
+        totals += np.bincount(key, weights=part, minlength=512).astype(np.int64)
 
 
-@compiled(_histogram_array)
-def histogram(size, state, counts, totals):
-    """Add blocks to counts[64, 8] and totals[64, 8] (int64): rows are powers of two (2^k <= size < 2^(k+1)), columns states."""
+@kernel(_histogram_array)
+def histogram(size: U64s, state: U8s, counts: I64s, totals: I64s):
+    """Add blocks to counts[8 * k + state] and totals[8 * k + state] (int64[512]), where 2^k <= size < 2^(k + 1)."""
     for row in range(len(size)):
         s = size[row]
         bucket = 0
         while s > _ONE:
             s >>= _ONE
             bucket += 1
-        counts[bucket, state[row]] += 1
-        totals[bucket, state[row]] += np.int64(size[row])
+        key = 8 * bucket + np.int64(state[row])
+        counts[key] += 1
+        totals[key] += np.int64(size[row])

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import compiled, helper
+from . import helper, kernel
 from .chunks import IN_USE
 
 # columns of the result of `measure`
 ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG, COLUMNS = range(13)
 
 
-def _candidates_array(words, starts, ends, offsets, address, size, state, header, page):
-    found = []
+def _candidates_array(words, starts, ends, offsets, address, size, state, header, page, found):
+    n = 0
     for k in range(0, len(address), 1 << 18):
         users = address[k:k + (1 << 18)]
         piece = np.maximum(np.searchsorted(starts, users, "right") - 1, 0)
@@ -26,17 +26,19 @@ def _candidates_array(words, starts, ends, offsets, address, size, state, header
         last, end, most = words[at], words[at + 1], words[at + 4]
         good = (users + header <= last) & (last <= end) & (end - users <= size[k:k + (1 << 18)][rows] - 8)
         good &= most == np.minimum(end - users - header, page - 1)
-        found.append(rows[good] + k)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        rows = rows[good] + k
+        found[n:n + len(rows)] = rows
+        n += len(rows)
+    return n
 
 
-@compiled(_candidates_array)
-def candidates(words, starts, ends, offsets, address, size, state, header, page):
-    """Rows of in-use blocks whose first words can be an ngx_pool_t with a header of `header` bytes (int64 array).
+@kernel(_candidates_array)
+def candidates(words: I64s, starts: I64s, ends: I64s, offsets: I64s, address: I64s, size: I64s, state: U8s, header: I64,
+               page: I64, found: I64s):
+    """Put the rows of in-use blocks whose first words can be an ngx_pool_t of `header` bytes into `found`; how many.
 
     Tested here: header <= last <= end <= the block, and `max` is what ngx_create_pool makes of them.
     """
-    found = np.empty(len(address), np.int64)
     n = 0
     low = high = delta = 0
     for row in range(len(address)):
@@ -61,7 +63,7 @@ def candidates(words, starts, ends, offsets, address, size, state, header, page)
         if words[at + 4] == min(end - user - header, page - 1):
             found[n] = row
             n += 1
-    return found[:n].copy()
+    return n
 
 
 @helper
@@ -94,12 +96,13 @@ def _row_holding(address, size, user):
     return low - 1
 
 
-def _measure(words, starts, ends, offsets, address, size, state, rows, header, owner, out):
+def _measure(words: I64s, starts: I64s, ends: I64s, offsets: I64s, address: I64s, size: I64s, state: U8s, rows: I64s,
+             header: I64, owner: I32s, out: I64s):
     """Walk the pools that begin at `rows`; how many of them are pools.
 
     A pool is one when every block of its chain is an in-use block of the first one's size, `current` is among them, the nodes
-    of `large` and `cleanup` lie in the pool's own blocks, and every large allocation is an in-use block. Row k of `out` (int64
-    [.., COLUMNS]) then describes the k-th pool, and owner[row] (int32) is k + 1 for each of its blocks; `owner` comes zeroed.
+    of `large` and `cleanup` lie in the pool's own blocks, and every large allocation is an in-use block. Row k of `out` (int64,
+    COLUMNS a row) then describes the k-th pool, and owner[row] (int32) is k + 1 for each of its blocks; `owner` comes zeroed.
     """
     n = 0
     for row in rows:
@@ -165,9 +168,10 @@ def _measure(words, starts, ends, offsets, address, size, state, rows, header, o
             cleanups += 1
             node = words[place + 2]
         if good and has_current:
-            out[n, ROW], out[n, BLOCKS], out[n, BLOCK_BYTES], out[n, USED] = row, blocks, block_bytes, used
-            out[n, UNUSED], out[n, LARGE], out[n, LARGE_BYTES], out[n, FREED_LARGE] = unused, larges, large_bytes, freed
-            out[n, CLEANUPS], out[n, HANDLER], out[n, SIZE], out[n, LOG] = cleanups, handler, length, log
+            k = n * COLUMNS
+            out[k + ROW], out[k + BLOCKS], out[k + BLOCK_BYTES], out[k + USED] = row, blocks, block_bytes, used
+            out[k + UNUSED], out[k + LARGE], out[k + LARGE_BYTES], out[k + FREED_LARGE] = unused, larges, large_bytes, freed
+            out[k + CLEANUPS], out[k + HANDLER], out[k + SIZE], out[k + LOG] = cleanups, handler, length, log
             n += 1
         else:
             _forget(words, starts, ends, offsets, address, size, pool, large, (used >> 4) + 1, token, owner)
@@ -202,4 +206,4 @@ def _measure_array(words, starts, ends, offsets, address, size, state, rows, hea
                     memoryview(state), rows.tolist(), header, owner, out)
 
 
-measure = compiled(_measure_array)(_measure)
+measure = kernel(_measure_array)(_measure)

@@ -27,10 +27,10 @@ def run(analysis: Analysis, arguments) -> Report:
 
 def _histogram(slices) -> tuple[np.ndarray, np.ndarray]:
     """Counts and bytes by (power of two, state), each int64[64, 8]."""
-    counts, totals = np.zeros((64, 8), np.int64), np.zeros((64, 8), np.int64)
+    counts, totals = np.zeros(512, np.int64), np.zeros(512, np.int64)
     for part in slices:
         kernel.histogram(part.size, part.state, counts, totals)
-    return counts, totals
+    return counts.reshape(64, 8), totals.reshape(64, 8)
 
 
 def _totals(report: Report, counts: np.ndarray, totals: np.ndarray) -> None:

@@ -4,6 +4,7 @@ Nothing here needs gdb: it looks at sys.path, at files and at environment variab
 """
 import importlib.machinery
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import List, Optional
 
 NEEDED = ("numpy", "tabulate", "elftools")
 WANTED = NEEDED + ("numba",)
+VERSION = "{}.{}".format(*sys.version_info)
 PACKAGE = Path(__file__).resolve().parent
 # The shell command names here the packages of the Python that it runs with.
 PACKAGES_VARIABLE = "GDBLEAK_PACKAGES"
 
 
 def prepare() -> Optional[str]:
-    """Make the packages importable and choose Numba's cache; a line for the user when packages are missing."""
+    """Make the packages importable and choose Numba's cache; a line for the user when one is missing."""
     problem = find_packages()
     if "NUMBA_CACHE_DIR" not in os.environ and "numba" not in sys.modules:
         os.environ["NUMBA_CACHE_DIR"] = cache_directory()
@@ -27,8 +29,8 @@ def prepare() -> Optional[str]:
 def find_packages() -> Optional[str]:
     """Extend sys.path by the first place that has all packages; a line for the user when there is none.
 
-    Looked at in turn: sys.path as it is, then each of ``places()``. A place that lacks only Numba serves when no
-    other has it. One place gives all packages, as NumPy and Numba have to fit each other.
+    Looked at in turn: sys.path as it is, then each of `places()`. A place that lacks only Numba serves when
+    no other has it. One place gives all packages, as NumPy and Numba have to fit each other.
     """
     candidates = [sys.path] + [[place] + sys.path for place in places()]
     for names in (WANTED, NEEDED):
@@ -36,8 +38,8 @@ def find_packages() -> Optional[str]:
             if not missing(names, path):
                 sys.path[:] = path
                 return None
-    return "Python {}.{} of this GDB has no {}; run: {}".format(
-        *sys.version_info[:2], ", ".join(missing(NEEDED, candidates[-1])), remedy())
+    lacking = ", ".join(missing(NEEDED, candidates[-1]))
+    return f"GDB's Python {VERSION} has no {lacking}; this mends it: {remedy()}"
 
 
 def description() -> str:
@@ -50,8 +52,8 @@ def description() -> str:
         except PackageNotFoundError:
             return "missing" if missing([name], sys.path) else "present"
 
-    packages = ", ".join("{} {}".format(name, found(name)) for name in WANTED)
-    lines = ["its Python {}.{}.{}".format(*sys.version_info[:3]), "packages   " + packages]
+    packages = ", ".join(f"{name} {found(name)}" for name in WANTED)
+    lines = ["its Python " + sys.version.split()[0], "packages   " + packages]
     if missing(NEEDED, sys.path):
         lines.append("to mend    " + remedy())
     elif missing(WANTED, sys.path):
@@ -62,14 +64,14 @@ def description() -> str:
 
 
 def missing(names, path: List[str]) -> List[str]:
-    """Those of the packages ``names`` that are neither imported nor found on ``path``."""
+    """Those of the packages `names` that are neither imported nor found on `path`."""
     return [name for name in names
             if name not in sys.modules and importlib.machinery.PathFinder.find_spec(name, path) is None]
 
 
 def places() -> List[str]:
     """Directories with packages made for this version of Python, the best first."""
-    version = "python{}.{}".format(*sys.version_info[:2])
+    version = "python" + VERSION
     found = [PACKAGE.parent / ".venv" / "lib" / version / "site-packages", PACKAGE.parent]
     if os.environ.get(PACKAGES_VARIABLE):
         found.append(Path(os.environ[PACKAGES_VARIABLE]))
@@ -82,8 +84,9 @@ def remedy() -> str:
     setup = PACKAGE.parent / "scripts" / "setup"
     if setup.is_file():
         return str(setup)
-    return "python{}.{} -m pip install --target {} numpy tabulate pyelftools numba".format(
-        *sys.version_info[:2], PACKAGE.parent)
+    if shutil.which("apt-get"):
+        return "apt-get install python3-numpy python3-tabulate python3-pyelftools"
+    return f"python{VERSION} -m pip install numpy tabulate pyelftools"
 
 
 def cache_directory() -> str:
@@ -94,12 +97,13 @@ def cache_directory() -> str:
     base = os.environ.get("XDG_CACHE_HOME", "")
     base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     directory = os.path.join(base, "gdbleak")
-    if os.path.isabs(directory) and _owner(_nearest_existing(directory)) == os.getuid() and _make_private(directory):
+    ours = os.path.isabs(directory) and _owner(_nearest_existing(directory)) == os.getuid()
+    if ours and _make_private(directory):
         return directory
 
     import tempfile
 
-    directory = os.path.join(tempfile.gettempdir(), "gdbleak-{}".format(os.getuid()))
+    directory = os.path.join(tempfile.gettempdir(), f"gdbleak-{os.getuid()}")
     return directory if _make_private(directory) else tempfile.mkdtemp(prefix="gdbleak-")
 
 
@@ -114,7 +118,7 @@ def _owner(path: str) -> int:
 
 
 def _make_private(directory: str) -> bool:
-    """Make ``directory``; whether it is now a directory that this user, and nobody else, can write to."""
+    """Make `directory`; whether it is now a directory that this user, and nobody else, can write to."""
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         mode = os.lstat(directory).st_mode

@@ -8,7 +8,7 @@ import gdb
 
 
 def load_gdbleak(script):
-    """Import the package that ``script`` lies in, afresh when sourced again, and let it register its commands."""
+    """Import the package that `script` lies in, afresh when sourced again, and let it register commands."""
     if sys.version_info < (3, 9):
         return "this GDB has Python %d.%d, and 3.9 or newer is needed: use a newer GDB" % sys.version_info[:2]
     try:

@@ -1,8 +1,8 @@
 """Folded stacks, one a line: `main;parse;malloc 1234`, as the flame graph tools read them.
 
-A `;` within a name, a backslash, and what is not printable are written as Python escapes (`\\x3b`), without any other
-meaning to tools that do not know them; read_folded() takes them back. Such a file has one number a stack, so the
-other weight (count or bytes) is lost.
+A `;` within a name, a backslash, and what is not printable are written as Python escapes (`\\x3b`), which are
+plain letters to other tools; read_folded() takes them back. Such a file has one number a stack, so the other
+weight (count or bytes) is lost.
 """
 import os
 import re
@@ -25,7 +25,8 @@ def lines(profile: Profile) -> Iterator[str]:
             yield f"{';'.join(path)} {own}\n"
 
 
-def read_folded(path: Union[str, os.PathLike], title: str = "", legend: str = "", unit: str = "bytes") -> Profile:
+def read_folded(path: Union[str, os.PathLike], title: str = "", legend: str = "",
+                unit: str = "bytes") -> Profile:
     """Read a file of folded stacks. A line that is none is a ValueError naming file and line."""
     profile = Profile(title or os.path.basename(os.fspath(path)), legend, unit)
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:

@@ -15,8 +15,8 @@ def escape(character: str) -> str:
 def printable(text: str, limit: Optional[int] = SHOWN) -> str:
     """The text with all that is not printable escaped, cut to `limit` characters of it.
 
-    Not printable are control characters, lone surrogates, line separators, marks that turn the writing direction,
-    and what is not assigned; so the result is one line, harmless to a terminal, and legal in XML 1.0.
+    Not printable are control characters, lone surrogates, line separators, marks that turn the writing
+    direction, and what is not assigned. The result is one line, harmless to a terminal, legal in XML 1.0.
     """
     if limit is not None and len(text) > limit:
         text = text[:limit - 1] + "…"

@@ -31,8 +31,8 @@ class Node:
 class Profile:
     """Stacks of frame names, outermost first, each with its bytes and its count of blocks.
 
-    `legend` says what was measured. `unit` is what weighs: "bytes", or else the noun of what is counted ("blocks").
-    Names may be any text at all: they are kept as they came, and each writer makes them harmless.
+    `legend` says what was measured. `unit` is what weighs: "bytes", or else the noun of what is counted
+    ("blocks"). Names may be any text at all: they are kept as they came, and each writer makes them harmless.
     """
 
     def __init__(self, title: str, legend: str = "", unit: str = "bytes") -> None:
@@ -93,10 +93,10 @@ class Profile:
 
     def walk(self, order: Optional[Callable[[Tuple[str, Node]], Any]] = None,
              ends_at: Optional[Callable[[int, Node], bool]] = None) -> Iterator[Tuple[int, str, Node]]:
-        """Yield (depth, name, node), parents first, from the root `all` at depth 0; weightless nodes are left out.
+        """Yield (depth, name, node), parents first, from the root `all` at depth 0, without weightless nodes.
 
-        `order` is the sort key of a (name, node) pair among its siblings; by default the name. Where `ends_at(depth,
-        node)` is true, the node is yielded and those above it are not.
+        `order` is the sort key of a (name, node) pair among its siblings; by default the name. Where
+        `ends_at(depth, node)` is true, the node is yielded and those above it are not.
         """
         pending = [(0, ROOT, self.root)]
         while pending:
@@ -104,7 +104,7 @@ class Profile:
             yield depth, name, node
             if node.children and not (ends_at and ends_at(depth, node)):
                 weighty = [pair for pair in node.children.items() if self._weight(pair[1])]
-                weighty.sort(key=order, reverse=True)  # names differ: without a key, no two nodes are compared
+                weighty.sort(key=order, reverse=True)  # names differ: without a key, no nodes are compared
                 pending.extend([(depth + 1, name, child) for name, child in weighty])
 
     def describe(self, name: str, node: Node) -> str:

@@ -1,8 +1,8 @@
 """The profile as a flame graph: one SVG file that a browser opens from disk, offline.
 
-The picture stands without its script; the script adds zoom, search and the window's width. Both lay the frames out by
-the same rule: siblings side by side by name, from the parent's left edge, with what is not drawn, and what the parent
-holds itself, at the right.
+The picture stands without its script; the script adds zoom, search and the window's width. Both lay out the
+frames by the same rule: siblings side by side by name, from the parent's left edge; the room at the right is what
+is not drawn, and what the parent holds itself.
 """
 import colorsys
 import math
@@ -21,6 +21,7 @@ PLOT = WIDTH - 2 * MARGIN
 FRAME = 18              # height of a frame and the gap above it
 BAR = 28                # height of the line at the bottom
 LINE = 18               # height of a line of the heading
+CONTROLS = 32           # height of the line with the buttons, under the heading
 CHARACTER = 7.23        # width of a character of the frames' font
 TEXT_INDENT = 4
 SEAM = 3                # a narrower frame is drawn without a gap to its neighbour, which would hide it
@@ -52,7 +53,7 @@ def lines(profile: Profile) -> Iterator[str]:
     """Yield the SVG file."""
     boxes, not_drawn = layout(profile)
     heading = _heading(profile, not_drawn)
-    top = MARGIN + LINE * len(heading) + LINE
+    top = MARGIN + LINE * len(heading) + CONTROLS
     plot_height = FRAME * (1 + max(box.depth for box in boxes))
     height = top + plot_height + MARGIN + BAR
     yield f"""<?xml version="1.0" encoding="UTF-8"?>
@@ -72,8 +73,8 @@ def lines(profile: Profile) -> Iterator[str]:
 <text class="info" x="{MARGIN}" y="{BAR - 10}">{_xml(boxes[0].title)}</text>
 <text class="matched" x="100%" dx="-{MARGIN}" y="{BAR - 10}"></text>
 </g>
-<text class="button reset" role="button" tabindex="0" x="{MARGIN}" y="{MARGIN + LINE - 4}">Reset zoom</text>
-<text class="button search" role="button" tabindex="0" x="100%" dx="-{MARGIN}" y="{MARGIN + LINE - 4}">Search</text>
+<g role="button" tabindex="0" class="reset"><text x="{MARGIN}" y="{top - 10}">Reset zoom</text></g>
+<g role="button" tabindex="0" class="search"><text x="100%" dx="-{MARGIN}" y="{top - 10}">Search</text></g>
 <script><![CDATA[{SCRIPT}]]></script>
 </svg>
 """
@@ -122,8 +123,9 @@ def _heading(profile: Profile, not_drawn: NotDrawn) -> List[Tuple[str, str]]:
     heading += [("legend", line) for line in textwrap.wrap(legend, 150)]
     if not_drawn.frames:
         pixels = not_drawn.widest * PLOT / profile.total
-        heading.append(("legend", f"Not drawn: {not_drawn.frames:,} frames too narrow or too deep, and all above them: "
-                                  f"{_share(profile, not_drawn.value)} of all, the widest {pixels:.2f} px of {PLOT:,}."))
+        share = _share(profile, not_drawn.value)
+        heading.append(("legend", f"Not drawn: {not_drawn.frames:,} frames too narrow or too deep, and all "
+                                  f"above them: {share} of all, the widest {pixels:.2f} px of {PLOT:,}."))
     return heading
 
 
@@ -140,16 +142,19 @@ def _frame(box: Box, y: int, scale: float) -> str:
     thin = " thin" if width < SEAM else ""
     label = fit(box.name, width)
     text = f'<text x="{left}" dx="{TEXT_INDENT}" y="{y + FRAME - 5}">{_xml(label)}</text>' if label else ""
-    return (f'<g class="frame{thin}" data-depth="{box.depth}"><title>{_xml(box.title)}</title><rect x="{left}" y="{y}" '
-            f'width="{share}" height="{FRAME - 1}" fill="{color(box.name)}"/>{text}</g>\n')
+    return (f'<g class="frame{thin}" data-depth="{box.depth}"><title>{_xml(box.title)}</title>'
+            f'<rect x="{left}" y="{y}" width="{share}" height="{FRAME - 1}" fill="{color(box.name)}"/>'
+            f'{text}</g>\n')
 
 
 def fit(name: str, width: float) -> str:
     """As much of the name as fits into so many pixels, or nothing."""
     room = int((width - 2 * TEXT_INDENT) // CHARACTER)
-    cells = [1 if c < "\u0250" else 2 for c in name[:max(room, 0) + 1]]  # of other scripts, the widest is assumed
-    if room < 3 or sum(cells) <= room:
-        return name if room >= 3 else ""
+    if room < 3:
+        return ""
+    cells = [1 if c < "\u0250" else 2 for c in name[:room + 1]]  # outside of Latin, the widest is assumed
+    if sum(cells) <= room:
+        return name
     shown = used = 0
     while used + cells[shown] <= room - 2:
         used += cells[shown]
@@ -158,7 +163,7 @@ def fit(name: str, width: float) -> str:
 
 
 def color(name: str) -> str:
-    """A warm color that depends on the name alone, so that two graphs compare; dark text can be read on it."""
+    """A warm color, light enough for dark text, that depends on the name alone: two graphs compare."""
     digest = zlib.crc32(name.encode("utf-8", "surrogatepass"))
     hue = (digest & 0xFF) / 0xFF
     light = (digest >> 8 & 0xFF) / 0xFF

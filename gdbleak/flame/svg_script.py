@@ -1,4 +1,4 @@
-"""What an SVG flame graph carries with it: the style sheet, and the script for zoom, search and the window's width."""
+"""What an SVG flame graph carries with it: its style sheet, and the script for zoom, search, window width."""
 
 STYLE = """
 svg { font-family: system-ui, sans-serif; font-size: 13px; background: #fffdf8; }
@@ -6,7 +6,7 @@ text { fill: #1d1a16; }
 .paper { fill: #fffdf8; }
 .title { font-size: 17px; font-weight: 600; text-anchor: middle; }
 .legend { text-anchor: middle; fill: #5b544a; }
-.button { cursor: pointer; fill: #8a4a00; text-decoration: underline; }
+[role=button] text { cursor: pointer; fill: #8a4a00; text-decoration: underline; }
 .search, .matched { text-anchor: end; }
 .reset, .find { display: none; }
 .zoomed .reset, .searching .find { display: inline; }
@@ -20,7 +20,8 @@ text { fill: #1d1a16; }
 .frame rect { stroke: #fffdf8; stroke-width: 1; }
 .frame.thin rect { stroke: none; }
 .frame:hover rect { stroke: #1d1a16; }
-.frame.parent { opacity: 0.45; }
+.frame.parent rect { fill: #ddd8cf; }
+.frame.parent text { fill: #5b544a; }
 .frame.hit rect { fill: #b48cff; }
 .frame.gone { display: none; }
 """
@@ -29,11 +30,11 @@ text { fill: #1d1a16; }
 SCRIPT = r"""
 "use strict";
 (function () {
-  const MARGIN = 10, INDENT = 4, SEAM = 3, BAR = 28;
+  const MARGIN = 10, INDENT = 4, SEAM = 3, BAR = 28, FIND_WIDTH = 260, FIND_HEIGHT = 24;
   const svg = document.currentScript.closest("svg");
   const find = (selector) => svg.querySelector(selector);
   const plot = find(".plot"), info = find(".info"), matched = find(".matched"), bar = find(".bar");
-  const height = svg.viewBox.baseVal.height;
+  const height = svg.viewBox.baseVal.height, plotTop = Number(plot.getAttribute("y"));
   const frames = Array.from(plot.children, readFrame);
   const indexOf = new Map(frames.map((frame, index) => [frame.element, index]));
   const field = makeField();
@@ -157,8 +158,8 @@ SCRIPT = r"""
   function makeField() {
     const holder = document.createElementNS(svg.namespaceURI, "foreignObject");
     holder.setAttribute("class", "find");
-    holder.setAttribute("width", 260);
-    holder.setAttribute("height", 26);
+    holder.setAttribute("width", FIND_WIDTH);
+    holder.setAttribute("height", FIND_HEIGHT);
     const input = document.createElementNS("http://www.w3.org/1999/xhtml", "input");
     input.setAttribute("placeholder", "regular expression");
     input.setAttribute("aria-label", "Search frames");
@@ -186,8 +187,8 @@ SCRIPT = r"""
   function followScroll() {
     const y = Math.max(0, Math.min(height - BAR, window.scrollY + window.innerHeight - BAR));
     bar.setAttribute("transform", "translate(0," + y + ")");
-    field.parentNode.setAttribute("x", plotWidth + MARGIN - 260);
-    field.parentNode.setAttribute("y", MARGIN - 4 + window.scrollY);
+    field.parentNode.setAttribute("x", plotWidth + MARGIN - FIND_WIDTH);
+    field.parentNode.setAttribute("y", Math.max(plotTop - FIND_HEIGHT - 3, window.scrollY + 3));
   }
 
   function fitWindow() {

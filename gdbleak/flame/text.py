@@ -4,7 +4,7 @@ from typing import Iterator
 from .names import printable
 from .profile import Profile
 
-INDENTED = 60  # levels; a deeper frame states its depth, else a stack of 10,000 frames would be 100 MB of blanks
+INDENTED = 60  # levels; a deeper frame states its depth: 10,000 of them would be 100 MB of blanks
 
 
 def lines(profile: Profile) -> Iterator[str]:

@@ -10,7 +10,7 @@ ENDINGS = {".folded": folded.lines, ".svg": svg.lines, ".txt": text.lines}
 
 
 def check_path(path: Union[str, os.PathLike]) -> Callable[[Profile], Iterable[str]]:
-    """The writer for that file name, by its ending (`-`: the text tree), so that a wrong one is refused early.
+    """The writer for that file name, by its ending (`-`: the text tree); to refuse a wrong one early.
 
     An ending that nothing is written for is a ValueError that names those that are.
     """
@@ -20,7 +20,7 @@ def check_path(path: Union[str, os.PathLike]) -> Callable[[Profile], Iterable[st
     ending = os.path.splitext(path)[1].lower()
     if ending not in ENDINGS:
         known = ", ".join(sorted(ENDINGS))
-        raise ValueError(f"cannot write a profile to {path!r}: the name must end in one of {known} (or be - )")
+        raise ValueError(f"cannot write a profile to {path!r}: the name must end in {known} (or be - )")
     return ENDINGS[ending]
 
 

@@ -169,18 +169,17 @@ def find(target: Target) -> list[GlibcHeap]:
 # -- finding ------------------------------------------------------------------------------------------------------------
 def _find_main_arena(target: Target, module: Module):
     """(address, dtype, release it came with, where the layout is from) of a used main_arena in the module's data, or None."""
-    candidates = [(dtype, since, "tables") for since, dtype in layouts.MALLOC_STATE.items()]
     for start, end in module.writable():
         for low, high in target.space.present((start + 7) & ~7, end & ~7):
             words = target.space.words_of((low + 7) & ~7, high & ~7)
             for at in _bin_runs(words, (low + 7) & ~7):
-                for dtype, since, origin in candidates:
+                for since, dtype in layouts.MALLOC_STATE.items():
                     address = at - dtype.fields["bins"][1]
                     if _is_arena(target, address, dtype):
-                        dwarf = target.layouts.dwarf("malloc_state", dtype) if "libc" in module.name else None
+                        dwarf = target.layouts.dwarf("malloc_state", dtype)
                         if dwarf is not None and _is_arena(target, address, dwarf):
                             return address, dwarf, since, "debug information"
-                        return address, dtype, since, origin
+                        return address, dtype, since, "tables"
     return None
 
 
@@ -225,7 +224,7 @@ def _is_arena(target: Target, address: int, dtype: np.dtype) -> bool:
     bins_at = address + dtype.fields["bins"][1]
     if not system:   # a main arena that gave nothing out: its top still is the first bin
         return top == bins_at - 16 and most == 0
-    return 4096 <= system <= most and target.mapping_at(top) is not None
+    return 4096 <= system <= most < 1 << 47
 
 
 def _release(target: Target, module: Module, since: tuple[int, int]) -> tuple[tuple[int, int], str]:
@@ -335,31 +334,39 @@ def _walked(target: Target, module: Module, address: int, dtype: np.dtype, since
 def _main_regions(target: Target, heap: GlibcHeap) -> list[Region]:
     """The main arena's brk heap, and its mmapped regions when brk failed it."""
     main = heap.arenas[0]
-    top = int(main.fields["top"])
-    end = top + _top_size(target, heap, top)
+    top, end = int(main.fields["top"]), _top_end(target, heap)
     base = int(heap.parameters["sbrk_base"]) if heap.parameters is not None else 0
-    regions = []
-    if not base and main.contiguous:
+    if not base and main.contiguous and end:
         base = end - main.system_mem
-    if base:
-        base = (base + 15) & ~15
-        if base <= top and main.contiguous:
-            regions.append(Region(base, end, "brk", 0))
-        else:
-            mapping = target.mapping_at(base)
-            stop = mapping.end if mapping else base
-            regions.append(Region(base, end if base <= top < stop else stop, "brk", 0))
-    if not main.contiguous:
+    start = (base + 15) & ~15   # brk need not be aligned: the first bytes are then lost
+    regions = []
+    if base and main.contiguous:
+        regions.append(Region(start, end or base + main.system_mem, "brk", 0, overhead=start - base))
+    elif base:
+        mapping = target.mapping_at(base)
+        stop = mapping.end if mapping else base
+        regions.append(Region(start, end if end and base <= top < stop else stop, "brk", 0, overhead=start - base))
+    if not main.contiguous and end:
         regions += _morecore_regions(target, heap, regions, top, end)
     return regions
 
 
-def _top_size(target: Target, heap: GlibcHeap, top: int) -> int:
-    word = target.word(top + 8)
+def _top_end(target: Target, heap: GlibcHeap) -> int:
+    """Where the main arena's top chunk ends; 0, and the damage recorded, when that cannot be."""
+    main = heap.arenas[0]
+    top = int(main.fields["top"])
+    word, mapping = target.word(top + 8), target.mapping_at(top)
+    if mapping is None or top & 15:
+        heap.damage.append(Damage(main.address + heap.state.fields["top"][1], f"the top of arena 0, {top:#x}, is no chunk"))
+        return 0
     if word is None:
         heap.damage.append(Damage(top, "the top chunk is not in the core"))
         return 0
-    return word & ~7
+    size = word & ~7
+    if size < 16 or size & 15 or top + size > mapping.end:
+        heap.damage.append(Damage(top, f"the size {size:#x} of the top chunk of arena 0 cannot be"))
+        return mapping.end
+    return top + size
 
 
 def _morecore_regions(target: Target, heap: GlibcHeap, known: list[Region], top: int, end: int) -> list[Region]:
@@ -371,7 +378,7 @@ def _morecore_regions(target: Target, heap: GlibcHeap, known: list[Region], top:
     space = target.space
     found = []
     if not any(region.start <= top < region.end for region in known):
-        start = _morecore_start(target, heap, top)
+        start = _morecore_start(target, heap, top, end)
         found.append(Region(start, end, "mmap", 0))
     room = heap.arenas[0].system_mem - sum(region.end - region.start for region in found)
     brk = [region for region in known if region.kind == "brk"]
@@ -393,16 +400,16 @@ def _morecore_regions(target: Target, heap: GlibcHeap, known: list[Region], top:
     return found
 
 
-def _morecore_start(target: Target, heap: GlibcHeap, top: int) -> int:
+def _morecore_start(target: Target, heap: GlibcHeap, top: int, end: int) -> int:
     """The page at which the region of an mmapped top begins: the lowest from which sizes lead to top."""
     mapping = target.mapping_at(top)
     if mapping is None:
         return top
-    low = max(mapping.start, top + _top_size(target, heap, top) - heap.arenas[0].system_mem)
+    low = max(mapping.start, end - heap.arenas[0].system_mem)
     table = target.space.table([(low, top + 16)])
     at = (low + PAGE - 1) & ~(PAGE - 1)
     while at <= top:
-        start = _resume(_buffer(target, table), at, top) if at < top else top
+        start = _resume(_buffer(target, table), at, top, fences=False) if at < top else top
         if not start or not start & (PAGE - 1):
             return start or top
         at = (start + PAGE - 1) & ~(PAGE - 1)
@@ -518,9 +525,9 @@ def _buffer(target: Target, table):
     return target.space.words, table.starts, table.ends, table.offsets
 
 
-def _resume(buffer, start: int, stop: int) -> int:
-    """The lowest chunk address from `start` on from which sizes lead exactly to `stop`, or 0."""
-    return int(kernel.resume(*buffer, start, stop, reserve((stop - start) // 16 + 1, np.uint8)))
+def _resume(buffer, start: int, stop: int, fences: bool = True, fresh: bool = False) -> int:
+    """The lowest chunk address from `start` on from which sizes lead exactly to `stop` (or, with `fences`, to fenceposts), or 0."""
+    return int(kernel.resume(*buffer, start, stop, fences, fresh, reserve((stop - start) // 16 + 1, np.uint8)))
 
 
 class _Walk:
@@ -571,6 +578,9 @@ class _Walk:
             at, first = self._step_over(region, at, stop, why, first), self.n
         if top is not None:
             self._top(region, top, first)
+        elif region.kind == "brk" and self.n > first and self.heap.arenas[0].contiguous and at == stop:
+            self.state[self.n - 1] = kernel.TOP   # the arena's top is damaged: it is what the heap ends with
+            self.heap.arenas[0].top_bytes = int(self.size[self.n - 1])
 
     def _tiles(self, at: int, stop: int, first: int):
         notes = np.zeros(2, np.uint64)
@@ -588,7 +598,7 @@ class _Walk:
     def _step_over(self, region: Region, at: int, stop: int, why: int, first: int) -> int:
         """After a break at `at`: record what it was and return where chunks go on (`stop` when nowhere)."""
         past = at + 32 if why == kernel.FENCE else at + 16
-        going_on = _resume(self.buffer, min(past, stop), stop) or stop
+        going_on = _resume(self.buffer, min(past, stop), stop, fresh=why == kernel.FENCE) or stop
         last_good = int(self.address[self.n - 1]) - 16 if self.n > first else 0
         if why == kernel.FENCE and region.kind == "brk":
             region.overhead += 32
@@ -604,21 +614,22 @@ class _Walk:
         return self.target.word(address) or 0
 
     def _top(self, region: Region, top: int, first: int) -> None:
+        """Append the top chunk; one whose size is wrong ends where its region does."""
         arena = self.tops[top]
         head = self._word(top + 8)
-        size = head & ~7
         if self.n > first and not head & 1 and self.state[self.n - 1] == kernel.IN_USE:
             self.state[self.n - 1] = kernel.FREE
-        if size < 16 or top + size != region.end:
-            self.heap.damage.append(Damage(top, f"the top chunk of arena {arena.index} has the size {size:#x}, its region ends "
+        if top + (head & ~7) != region.end and not any(damage.address == top for damage in self.heap.damage):
+            self.heap.damage.append(Damage(top, f"the top chunk of arena {arena.index} has the size {head & ~7:#x}, its region ends "
                                                 f"at {region.end:#x}"))
-            size = min(size, region.end - top)
-        arena.top_bytes = size
-        self._append(top, size, kernel.TOP)
+        arena.top_bytes = region.end - top
+        self._append(top, region.end - top, kernel.TOP)
 
     # -- free lists ---------------------------------------------------------------------------------------------------
-    def _rows(self, arena: Arena) -> list[Region]:
-        return [r for r in self.regions if r.arena == arena.index and r.kind != "mmapped"]
+    def _free_of(self, region: Region) -> tuple[int, int]:
+        """(number, bytes) of the chunks of a region that are free in a bin."""
+        free = self.heap.blocks.state[region.first:region.last] == kernel.FREE
+        return int(np.count_nonzero(free)), int(self.heap.blocks.size[region.first:region.last][free].sum())
 
     def _free_lists(self, arena: Arena) -> None:
         heap, blocks = self.heap, self.heap.blocks
@@ -626,35 +637,40 @@ class _Walk:
         safe = heap.release >= layouts.SAFE_LINKING
         for k, chunk in enumerate(arena.fields["fastbinsY"] if "fastbinsY" in heap.state.names else ()):
             if chunk:
-                count, total, why, where = kernel.follow(
+                count, total, why, where, holder = kernel.follow(
                     *self.buffer, int(chunk) + 16, 2 | safe, blocks.address, blocks.size, blocks.state, 0, last,
                     32 + 16 * k, kernel.FASTBIN, last + 1)
                 arena.fast_blocks += int(count)
                 arena.fast_bytes += int(total)
-                self._complain(why, where, f"fastbin {k} of arena {arena.index}")
+                self._complain(why, where, holder, f"fastbin {k} of arena {arena.index}")
         bins_at = arena.address + heap.state.fields["bins"][1]
         for k in range(layouts.NBINS // 2):
             head = bins_at + 16 * k - 16
             if int(arena.fields["bins"][2 * k]) == head:
                 continue
-            count, total, why, where = kernel.follow_bin(*self.buffer_with(head), np.uint64(head), blocks.address, blocks.size,
+            count, total, why, where, holder = kernel.follow_bin(*self.buffer_with(head), np.uint64(head), blocks.address, blocks.size,
                                                          blocks.state, 0, last, last + 1)
             arena.bin_blocks += int(count)
             arena.bin_bytes += int(total)
-            self._complain(why, where, f"bin {k + 1} of arena {arena.index}")
-        walked = sum(int(np.count_nonzero(blocks.state[r.first:r.last] == kernel.FREE)) for r in self._rows(arena))
+            self._complain(why, where, holder + 16 if holder != head else 0, f"bin {k + 1} of arena {arena.index}")
+        free = [self._free_of(region) for region in self.regions if region.arena == arena.index and region.kind != "mmapped"]
+        walked, walked_bytes = (sum(column) for column in zip(*free)) if free else (0, 0)
         if walked != arena.bin_blocks:
-            heap.notes.append(f"arena {arena.index}: the walk finds {walked:,} free chunks, its bins list {arena.bin_blocks:,}")
+            heap.notes.append(f"arena {arena.index}: its bins list {arena.bin_blocks:,} free chunks, the walk finds {walked:,}: the walk's "
+                              "count is used")
+            arena.bin_blocks, arena.bin_bytes = walked, walked_bytes
 
     def buffer_with(self, head: int):
         """The buffer with the arena's own bins readable, which on a process read on demand may not be there yet."""
         return _buffer(self.target, self.target.space.table([(head, head + 32)]))
 
-    def _complain(self, why: int, where: int, name: str) -> None:
+    def _complain(self, why: int, where: int, holder: int, name: str) -> None:
+        """Record that a free list went wrong: at the block whose link is bad, when one is."""
         if why != kernel.END:
             what = {kernel.LOOP: "loops or is not linked back", kernel.STRAY: "leads to what is no free chunk",
                     kernel.ABSENT: "leads out of the core"}[int(why)]
-            self.heap.damage.append(Damage(int(where), f"{name} {what}"))
+            link = f"the link in the block at {holder:#x} gives {where:#x}" if holder else f"its head gives {where:#x}"
+            self.heap.damage.append(Damage(int(holder or where), f"{name} {what}: {link}"))
 
     # -- thread caches ------------------------------------------------------------------------------------------------
     def _tcaches(self) -> None:
@@ -727,10 +743,10 @@ class _Walk:
         safe = int(heap.release >= layouts.SAFE_LINKING)
         sizes = layouts.tcache_bin_sizes(heap.release)
         for k in np.flatnonzero(entries):
-            count, total, why, where = kernel.follow(
+            count, total, why, where, holder = kernel.follow(
                 *self.buffer, entries[k], safe, blocks.address, blocks.size, blocks.state, 0, len(blocks),
                 sizes[k], kernel.TCACHED, len(blocks) + 1)
             cache.blocks += int(count)
             cache.bytes += int(total)
-            self._complain(why, where, f"tcache bin {k} of thread {cache.lwp or '?'}")
+            self._complain(why, where, holder, f"tcache bin {k} of thread {cache.lwp or '?'}")
 

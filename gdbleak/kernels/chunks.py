@@ -126,52 +126,53 @@ def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, p: U64, stop: U64
 def _follow_array(words, starts, ends, offsets, user, protect, address, size, state, first, last, only, mark, limit):
     memory = memoryview(words)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
-    user, count, total = int(user), 0, 0
+    user, holder, count, total = int(user), 0, 0, 0
     while user:
         if count >= limit:
-            return count, total, LOOP, user
+            return count, total, LOOP, user, holder
         row = int(np.searchsorted(address[first:last], np.uint64(user))) + first
         if row >= last or int(address[row]) != user:
-            return count, total, STRAY, user
+            return count, total, STRAY, user, holder
         if state[row] == mark:
-            return count, total, LOOP, user
+            return count, total, LOOP, user, holder
         if state[row] != IN_USE or (only and int(size[row]) != only):
-            return count, total, STRAY, user
+            return count, total, STRAY, user, holder
         k = bisect.bisect_right(starts, user) - 1
         if k < 0 or user + 8 > ends[k]:
-            return count, total, ABSENT, user
+            return count, total, ABSENT, user, holder
         state[row] = mark
         count += 1
         total += int(size[row])
         following = memory[(offsets[k] + user - starts[k]) >> 3]
         if protect:
             following ^= user >> 12
-        user = following + (16 if following and protect & 2 else 0)
-    return count, total, END, 0
+        holder, user = user, following + (16 if following and protect & 2 else 0)
+    return count, total, END, 0, 0
 
 
 @kernel(_follow_array)
 def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, protect: I64, address: U64s, size: U64s, state: U8s,
            first: I64, last: I64, only: U64, mark: I64, limit: I64):
-    """Mark a singly linked free list (tcache or fastbin) from user address `user`; (count, bytes, why, where).
+    """Mark a singly linked free list (tcache or fastbin) from user address `user`; (count, bytes, why, where it
+    led, the block whose link led there).
 
     `protect` bit 0: links are safe-linked; bit 1: they point to the chunk, not to the user address. `only`: the chunk size all
     of them must have (0: any). Only blocks that a walk found IN_USE among rows [first, last) are marked with `mark`.
     """
-    count, total = 0, 0
+    count, total, holder = 0, 0, _ZERO
     while user != _ZERO:
         if count >= limit:
-            return count, total, LOOP, user
+            return count, total, LOOP, user, holder
         row = _row(address, first, last, user)
         if row < 0:
-            return count, total, STRAY, user
+            return count, total, STRAY, user, holder
         if state[row] == mark:
-            return count, total, LOOP, user
+            return count, total, LOOP, user, holder
         if state[row] != IN_USE or (only != _ZERO and size[row] != only):
-            return count, total, STRAY, user
+            return count, total, STRAY, user, holder
         k = _piece(starts, ends, user)
         if k < 0 or user + _U8 > ends[k]:
-            return count, total, ABSENT, user
+            return count, total, ABSENT, user, holder
         state[row] = mark
         count += 1
         total += np.int64(size[row])
@@ -180,8 +181,8 @@ def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, prot
             following ^= user >> _TWELVE
         if following != _ZERO and protect & 2:
             following += _U16
-        user = following
-    return count, total, END, _ZERO
+        holder, user = user, following
+    return count, total, END, _ZERO, _ZERO
 
 
 def _bin_array(words, starts, ends, offsets, head, address, size, state, first, last, limit):
@@ -195,29 +196,30 @@ def _bin_array(words, starts, ends, offsets, head, address, size, state, first, 
     head, previous, count, total = int(head), int(head), 0, 0
     at = place(head)
     if at < 0:
-        return 0, 0, ABSENT, head
+        return 0, 0, ABSENT, head, head
     chunk = memory[at]
     while chunk != head:
         if count >= limit:
-            return count, total, LOOP, chunk
+            return count, total, LOOP, chunk, previous
         row = int(np.searchsorted(address[first:last], np.uint64((chunk + 16) & (1 << 64) - 1))) + first
         if row >= last or int(address[row]) != chunk + 16 or state[row] != FREE:
-            return count, total, STRAY, chunk
+            return count, total, STRAY, chunk, previous
         at = place(chunk)
         if at < 0:
-            return count, total, ABSENT, chunk
+            return count, total, ABSENT, chunk, previous
         if memory[at + 1] != previous:
-            return count, total, LOOP, chunk
+            return count, total, LOOP, chunk, previous
         count += 1
         total += int(size[row])
         previous, chunk = chunk, memory[at]
-    return count, total, END, 0
+    return count, total, END, 0, 0
 
 
 @kernel(_bin_array)
 def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, address: U64s, size: U64s, state: U8s,
                first: I64, last: I64, limit: I64):
-    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong).
+    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong,
+    the chunk before).
 
     Every member must be a FREE row and its `bk` must name the one before: else LOOP or STRAY, with the chunk's address.
     """
@@ -225,60 +227,67 @@ def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, 
     count, total = 0, 0
     k = _piece(starts, ends, head + _U16)
     if k < 0 or head + _U32 > ends[k]:
-        return count, total, ABSENT, head
+        return count, total, ABSENT, head, head
     chunk = words[(offsets[k] + head + _U16 - starts[k]) >> _U3]
     while chunk != head:
         if count >= limit:
-            return count, total, LOOP, chunk
+            return count, total, LOOP, chunk, previous
         row = _row(address, first, last, chunk + _U16)
         if row < 0 or state[row] != FREE:
-            return count, total, STRAY, chunk
+            return count, total, STRAY, chunk, previous
         k = _piece(starts, ends, chunk + _U16)
         if k < 0 or chunk + _U32 > ends[k]:
-            return count, total, ABSENT, chunk
+            return count, total, ABSENT, chunk, previous
         at = (offsets[k] + chunk + _U16 - starts[k]) >> _U3
         if words[at + _ONE] != previous:
-            return count, total, LOOP, chunk
+            return count, total, LOOP, chunk, previous
         count += 1
         total += np.int64(size[row])
         previous = chunk
         chunk = words[at]
-    return count, total, END, _ZERO
+    return count, total, END, _ZERO, _ZERO
 
 
-def _resume_array(words, starts, ends, offsets, start, stop, reaches):
+def _resume_array(words, starts, ends, offsets, start, stop, fences, fresh, reaches):
     start, stop = int(start), int(stop)
-    heads: list[tuple[int, int]] = []
+    landing, rows = {stop}, []
     for s, e, o in zip(starts.tolist(), ends.tolist(), offsets.tolist()):
         low, high = max((s + 15) & ~15, start), min(e & ~15, stop)
         if low >= high:
             continue
-        view = words[(o + low - s + 8) >> 3:(o + high - s) >> 3:2]
-        length = view & _NOT7
-        at = np.arange(low, low + 16 * len(view), 16, dtype=np.uint64)
+        heads = words[(o + low - s + 8) >> 3:(o + high - s) >> 3:2]
+        before = words[(o + low - s) >> 3:(o + high - s) >> 3:2]
+        length = heads & _NOT7
+        at = np.arange(low, low + 16 * len(heads), 16, dtype=np.uint64)
+        if fences:
+            fence = at[:-1][(length[:-1] == _U16) & ((length[1:] == _U16) | (length[1:] == _ZERO)) & (heads[1:] & _ONE != 0)]
+            landing.update(fence.tolist())
         good = (length >= _U32) & (length & _U15 == 0) & (length <= np.uint64(stop) - at)
-        heads += zip(at[good].tolist(), view[good].tolist())
-    landing = {stop}
-    found = 0
-    for at, head in reversed(heads):
+        rows += zip(at[good].tolist(), heads[good].tolist(), before[good].tolist())
+    found = found_fresh = 0
+    for at, head, before in reversed(rows):
         if at + (head & ~7) in landing:
             landing.add(at)
             if head & 1:
                 found = at
-    return found
+                found_fresh = found_fresh if before else at
+    return found_fresh if fresh and found_fresh else found
 
 
 @kernel(_resume_array)
-def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, reaches: U8s):
+def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, fences: I64, fresh: I64, reaches: U8s):
     """The lowest chunk address at or after `start` from which sizes lead exactly to `stop`, or 0.
 
-    Marks, from the end backwards, each 16-byte slot whose size lands on a marked slot. The chunk after a gap always has its
-    "previous in use" bit set (there is no chunk before it), so slots without it are no answer. `reaches`: uint8, zeroed, one more
-    than there are slots.
+    Marks, from the end backwards, each 16-byte slot whose size lands on a marked slot; with `fences`, a pair of fenceposts is a place
+    to land on too. The chunk after a gap always has its "previous in use" bit set (there is no chunk before it), so slots without it are
+    no answer. `fresh`: rather one whose word before its size is zero, as it is in memory that has just come from brk. `reaches`:
+    uint8, zeroed, one more than there are slots.
     """
     slots = np.int64((stop - start) >> np.uint64(4))
     reaches[slots] = 1
     found = _ZERO
+    found_fresh = _ZERO
+    following = _U32   # the head of the slot behind this one; not a fencepost's at the end
     k = np.int64(len(starts)) - 1
     j = slots - 1
     while j >= 0 and k >= 0:
@@ -288,14 +297,24 @@ def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, sto
         if k < 0:
             break
         if at + _U16 <= ends[k]:
-            head = words[(offsets[k] + at - starts[k] + _U8) >> _U3]
+            i = (offsets[k] + at - starts[k]) >> _U3
+            head = words[i + _ONE]
             length = head & _NOT7
             if length >= _U32 and (length & _U15) == _ZERO and length <= stop - at and \
                     reaches[j + np.int64(length >> np.uint64(4))]:
                 reaches[j] = 1
                 if head & _ONE:
                     found = at
+                    if words[i] == _ZERO:
+                        found_fresh = at
+            elif fences and length == _U16 and following < _U32 and (following & _U8) == _ZERO and following & _ONE:
+                reaches[j] = 1
+            following = head
+        else:
+            following = _U32
         j -= 1
+    if fresh and found_fresh != _ZERO:
+        return found_fresh
     return found
 
 

@@ -51,16 +51,18 @@ class Analysis:
 
     def need_glibc(self) -> list[glibc.GlibcHeap]:
         """`glibc`, or TargetError with who owns malloc instead."""
-        if not any(arena.system_mem for heap in self.glibc for arena in heap.arenas):
-            owner = self.malloc_owner
-            if owner and not owner.startswith(("libc.", "libc-")):
-                raise TargetError(f"no glibc heap here: malloc belongs to {printable(owner)}, which is not supported yet")
+        used = any(arena.system_mem for heap in self.glibc for arena in heap.arenas)
+        owner = self.malloc_owner
+        if not used and owner and not owner.startswith(("libc.", "libc-")):
+            raise TargetError(f"no glibc heap here: malloc belongs to {printable(owner)}, which is not supported yet")
+        if not self.glibc:
             if not self.target.modules:
                 raise TargetError("no glibc heap was found: the core names no loaded files (its notes are missing or cut)")
             missing = [m.name for m in self.target.modules if "libc" in m.name and not self.target.space.present(*_data(m))]
             if missing:
                 raise TargetError(f"no glibc heap was found: the data of {printable(missing[0])} is not in the core")
-            raise TargetError("no glibc heap was found: nothing has the shape of a main_arena (is another allocator linked in?)")
+            raise TargetError("no glibc heap was found: nothing has the shape of a main_arena (malloc was never called, or the program "
+                              "brings an allocator of its own)")
         return self.glibc
 
     # -- how each report opens and closes -------------------------------------------------------------------------------

@@ -1,22 +1,22 @@
 """A live process: stopped for a moment, copied into an ELF core file, let go.
 
-``snapshot(pid, path)`` does that; whatever comes after works on a core file. ``ProcessMemory`` reads the memory of a
-process that something else (a debugger) holds still, and ``mappings`` lists its address space.
+``snapshot(pid, path)`` does that; whatever comes after works on a core file. ``ProcessMemory`` reads the
+memory of a process that something else (a debugger) holds still, and ``mappings`` lists its address space.
 
 Standard library only, x86-64 and aarch64 Linux, Python 3.6 or later. By hand: ``python3 live.py PID FILE``.
 
-How the stop is kept short. Everything that can be done while the process runs is done before the stop: the mappings
-are listed, the pages that exist are found, the output file is laid out, its pages are allocated and mapped, and the
-read-only file mappings (program text, constants, symbols) are copied. During the stop only registers and the memory
-that can change are copied, by ``process_vm_readv`` straight into the mapped file.
+How the stop is kept short. Everything that can be done while the process runs is done before the stop: the
+mappings are listed, the pages that exist are found, the output file is laid out, its pages are allocated and
+mapped, and the read-only file mappings (program text, constants, symbols) are copied. During the stop only
+registers and the memory that can change are copied, by ``process_vm_readv`` straight into the mapped file.
 
-What the core file holds. Private anonymous memory and shared memory: whole; pages that were never touched are holes
-of the file, which read as zeros, as they do in the process. Mapped files: executables and libraries whole, of any
-other file the pages that the process has touched. Everything else (no access, device memory, ``MADV_DONTDUMP``)
-is a segment without bytes in the file.
+What the core file holds. Private anonymous memory and shared memory: whole; pages that were never touched
+are holes of the file, which read as zeros, as they do in the process. Mapped files: executables and libraries
+whole, of any other file the pages that the process has touched. Everything else (no access, device memory,
+``MADV_DONTDUMP``) is a segment without bytes in the file.
 
-Nothing is written to the process, and no function is called in it. It is attached with ``PTRACE_SEIZE`` and without
-``PTRACE_O_EXITKILL``: should this program be killed, the kernel lets the process run on.
+Nothing is written to the process, and no function is called in it. It is attached with ``PTRACE_SEIZE`` and
+without ``PTRACE_O_EXITKILL``: should this program be killed, the kernel lets the process run on.
 """
 import bisect
 import collections
@@ -40,17 +40,19 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 Mapping = collections.namedtuple("Mapping", "start end perms offset device inode path deleted")
 Mapping.__doc__ = """One line of /proc/PID/maps.
 
-start, end: addresses; perms: as in ``rw-p``; offset: bytes into the file; device: ``major:minor``; inode: 0 when there
-is no file; path: without the kernel's `` (deleted)``, which is the flag `deleted`; "" when there is none."""
+start, end: addresses; perms: as in ``rw-p``; offset: bytes into the file; device: ``major:minor``; inode: 0
+when there is no file; path: "" when there is none, and without the kernel's `` (deleted)``, which is the flag
+`deleted`."""
 
 Snapshot = collections.namedtuple("Snapshot", "path pid exe threads bytes_copied stop_ms unreadable")
 Snapshot.__doc__ = """What `snapshot` made.
 
-path: the core file; exe: path of the executable; threads: thread ids, as ordered in the core; bytes_copied: bytes read
-from the process; stop_ms: how long it stood still, in milliseconds; unreadable: list of `Unreadable`."""
+path: the core file; exe: path of the executable; threads: thread ids, as ordered in the core; bytes_copied:
+bytes read from the process; stop_ms: how long it stood still, in milliseconds; unreadable: list of
+`Unreadable`."""
 
 Unreadable = collections.namedtuple("Unreadable", "start end path reason")
-Unreadable.__doc__ = """A range of readable memory that is not in the core, and why (`reason`: a few words)."""
+Unreadable.__doc__ = """Readable memory that is not in the core, and why (`reason`: a few words)."""
 
 
 class LiveError(Exception):
@@ -58,9 +60,10 @@ class LiveError(Exception):
 
 
 def mappings(pid):
-    """The address space of process (or thread) `pid`: a list of `Mapping`, by address. OSError if it is gone."""
+    """The address space of process `pid`: a list of `Mapping`, by address. OSError if it is gone."""
     with open("/proc/%d/maps" % pid, "rb") as file:
-        return [_parse_mapping(line) for line in file.read().decode("utf-8", "surrogateescape").split("\n") if line]
+        text = os.fsdecode(file.read())
+    return [_parse_mapping(line) for line in text.split("\n") if line]
 
 
 def _parse_mapping(line):
@@ -73,9 +76,9 @@ def _parse_mapping(line):
                    path[:-len(" (deleted)")] if deleted else path, deleted)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # System calls
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
@@ -105,7 +108,7 @@ def _ptrace(request, tid, address=0, data=0):
 
 
 def _register_set(tid, kind, limit=1024):
-    """The bytes of register set `kind` (an NT_ number) of a stopped thread, b"" where the machine has none."""
+    """Register set `kind` (an NT_ number) of a stopped thread: its bytes, b"" where the machine has none."""
     buffer = ctypes.create_string_buffer(limit)
     vector = _IoVec(ctypes.addressof(buffer), limit)
     try:
@@ -135,14 +138,14 @@ class ProcessMemory:
         self._file = open("/proc/%d/mem" % pid, "rb", 0)
 
     def read_into(self, address, view):
-        """Fill the writable buffer `view` from `address`; returns how many bytes could be read, from the start."""
+        """Fill the writable buffer `view` from `address` on; returns how many bytes could be read."""
         view = memoryview(view).cast("B")
         if not len(view):
             return 0
         here = ctypes.addressof(ctypes.c_char.from_buffer(view))
         done = 0
         while done < len(view):
-            # process_vm_readv comes back short at times for no reason, or is forbidden by a sandbox: then the file.
+            # process_vm_readv comes short at times for no reason, or a sandbox forbids it: then the file.
             count = _readv(self.pid, [(address + done, len(view) - done, here + done)])
             count = count or self._read_file(address + done, view[done:])
             if not count:
@@ -167,16 +170,16 @@ class ProcessMemory:
         self.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # Which pages exist
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 class _PageMap:
-    """Which pages of a process exist: /proc/PID/pagemap, by the PAGEMAP_SCAN ioctl where there is one (Linux 6.7)."""
+    """Which pages of a process exist: /proc/PID/pagemap, by the PAGEMAP_SCAN ioctl since Linux 6.7."""
     _SCAN = 0xC0606610          # _IOWR('f', 16, struct pm_scan_arg)
     _PRESENT, _SWAPPED, _ZERO = 8, 16, 32
     _CAPACITY = 4096            # struct page_region a call
-    _EXISTS = bytes(1 if top & 0xC0 else 0 for top in range(256))    # bit 63 of an entry: present, bit 62: swapped
+    _EXISTS = bytes(1 if top & 0xC0 else 0 for top in range(256))    # bit 63: present, bit 62: swapped
 
     def __init__(self, pid):
         self._fd = os.open("/proc/%d/pagemap" % pid, os.O_RDONLY | os.O_CLOEXEC)
@@ -191,7 +194,7 @@ class _PageMap:
         os.close(self._fd)
 
     def _scan(self, start, end):
-        """Ranges [start, end) of pages that exist in memory or swap and are not the kernel's shared page of zeros."""
+        """Ranges of pages in memory or swap, less those that are the kernel's shared page of zeros."""
         found = []
         while start < end:
             request = bytearray(struct.pack(
@@ -215,7 +218,7 @@ class _PageMap:
 
 
 def _append(ranges, start, end, gap=0):
-    """Append [start, end) to ascending ranges, joined with the last when no more than `gap` bytes lie between."""
+    """Append [start, end) to ascending ranges, joined with the last when at most `gap` bytes lie between."""
     if ranges and start - ranges[-1][1] <= gap:
         ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
     else:
@@ -250,9 +253,9 @@ def _size(ranges):
     return sum(end - start for start, end in ranges)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # The process, before and while it is stopped
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 def _status(pid):
     """/proc/PID/status as a dict; None when there is no such process or thread."""
@@ -293,8 +296,8 @@ def _no_permission(pid):
     owner, me = int(status["Uid"].split()[0]), os.geteuid()
     why = "no permission to stop process %d: " % pid
     if me == 0:
-        return LiveError(why + "this root lacks CAP_SYS_PTRACE, or a sandbox forbids ptrace; run on the host, or give "
-                         "the container that capability (docker run --cap-add=SYS_PTRACE)")
+        return LiveError(why + "this root lacks CAP_SYS_PTRACE, or a sandbox forbids ptrace; run on the host,"
+                         " or give the container that capability (docker run --cap-add=SYS_PTRACE)")
     if owner != me:
         return LiveError(why + "it belongs to user %s and this is user %s; run as root"
                          % (_user_name(owner), _user_name(me)))
@@ -302,13 +305,13 @@ def _no_permission(pid):
     if scope == 3:
         return LiveError(why + "kernel.yama.ptrace_scope is 3, which forbids it to everybody until a reboot")
     if scope:
-        return LiveError(why + "kernel.yama.ptrace_scope is %d; run as root%s"
-                         % (scope, ", or set it to 0 (sysctl kernel.yama.ptrace_scope=0)" if scope == 1 else ""))
+        return LiveError(why + "kernel.yama.ptrace_scope is %d; run as root, or set it to 0 "
+                         "(sysctl kernel.yama.ptrace_scope=0)" % scope)
     return LiveError(why + "it changed its user or has capabilities, so the kernel protects it; run as root")
 
 
 def _refusal(pid, tid):
-    """The LiveError for a thread that cannot be attached: another tracer has it, or the permission is missing."""
+    """The LiveError for a thread that cannot be attached: it has a tracer, or the permission is missing."""
     tracer = (_status(tid) or {}).get("TracerPid", "0")
     if tracer == "0":
         return _no_permission(pid)
@@ -354,7 +357,7 @@ def _check(pid):
 
 class _Stopped:
     """All threads of a process, stopped. Must be entered and left on one thread, the tracer."""
-    _PATIENCE = 5.0             # seconds; a thread that does not stop until then waits in the kernel for something
+    _PATIENCE = 5.0         # seconds; a thread that takes longer to stop waits in the kernel for something
 
     def __init__(self, pid, max_stop):
         self._pid = pid
@@ -395,23 +398,22 @@ class _Stopped:
         return sorted(own, key=lambda tid: (tid != self._pid, tid))
 
     def cancel(self):
-        """Let `check_time` fail; may be called from another thread."""
+        """Let `check` fail; may be called from another thread."""
         self._cancelled = True
 
-    def check_held(self):
-        """LiveError when the process was killed while it stood still, so that what was read may be nothing."""
+    def check(self):
+        """LiveError when the copy must end: process killed, time over, or `cancel` called."""
         try:
-            for tid in self.threads or [self._pid]:
-                _register_set(tid, _NT_PRSTATUS)
+            _register_set(next(iter(self._stops)), _NT_PRSTATUS)
         except OSError:
             raise LiveError("process %d was killed while it was copied" % self._pid)
+        self._check_time()
 
-    def check_time(self):
-        """LiveError when the process has been kept longer than allowed, or `cancel` was called."""
+    def _check_time(self):
         if self._cancelled:
             raise LiveError("process %d was let go: interrupted" % self._pid)
         if self._max_stop is not None and time.monotonic() - self._began > self._max_stop:
-            raise LiveError("process %d was let go: the copy took longer than the stop of %g ms that was allowed"
+            raise LiveError("process %d was let go: the stop would last longer than the %g ms allowed"
                             % (self._pid, self._max_stop * 1000))
 
     def _seize_new(self):
@@ -428,7 +430,7 @@ class _Stopped:
 
     @staticmethod
     def _is_ours(tid):
-        """Whether this program traces the thread already: a child of a seized thread is attached by the kernel."""
+        """Whether this program traces the thread already: the kernel attaches children of a seized thread."""
         tracer = (_status(tid) or {}).get("TracerPid", "0")
         return os.path.exists("/proc/self/task/" + tracer)
 
@@ -443,7 +445,7 @@ class _Stopped:
         idle = True
         for tid in sorted(pending):
             try:
-                # WNOWAIT leaves the stop with the kernel: if we die, the signal that caused it is still delivered.
+                # WNOWAIT leaves the stop with the kernel: if we die, the signal behind it is still delivered.
                 event = os.waitid(os.P_PID, tid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)
             except ChildProcessError:               # it could not be seized because it had ended
                 pending.discard(tid)
@@ -460,8 +462,8 @@ class _Stopped:
         if event.si_code != os.CLD_TRAPPED:     # it has ended; to reap it is for its parent
             return ()
         kind, number = event.si_status >> 8, event.si_status & 0x7F
-        # With an event number it is a stop of ptrace's own, or the group stop of SIGSTOP, to which a detached thread
-        # returns by itself. Without one, the signal was about to be delivered and must not get lost.
+        # With an event number it is a stop of ptrace's own, or the group stop of SIGSTOP, to which a detached
+        # thread returns by itself. Without one, the signal was about to be delivered and must not get lost.
         self._stops[tid] = 0 if kind else number
         if kind != _PTRACE_EVENT_CLONE:
             return ()
@@ -478,9 +480,10 @@ class _Stopped:
         if pending and time.monotonic() - self._began > patience:
             tid = min(pending)
             state = (_status(tid) or {}).get("State", "gone")
-            raise LiveError("process %d was let go: its thread %d, in state %s, cannot be stopped now; try again"
-                            % (self._pid, tid, state))
-        self.check_time()
+            if state[0] == "D" or self._max_stop is None:
+                raise LiveError("process %d was let go: its thread %d, in state %s, cannot be stopped now; "
+                                "try again" % (self._pid, tid, state))
+        self._check_time()
         time.sleep(0.00005)
 
     def _let_go(self):
@@ -495,14 +498,14 @@ _SIGNALS = set(range(1, signal.NSIG)) - {32, 33}        # those two belong to th
 
 
 def _on_own_thread(function, cancel):
-    """Run `function` on a thread that ends afterwards: when a tracer ends, the kernel releases what it still holds.
+    """Run `function` on a thread of its own: when a tracer ends, the kernel releases what it still holds.
 
     cancel: called when the wait for it is interrupted (Ctrl-C), to end it early."""
     outcome = {}
 
     def run():
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)      # those are for the main thread
-        with contextlib.suppress(OSError):          # on a busy machine: root's copy need not wait for its turn
+        with contextlib.suppress(OSError):      # root need not wait for a turn on a busy machine
             os.setpriority(os.PRIO_PROCESS, 0, -20)
         try:
             outcome["value"] = function()
@@ -524,12 +527,12 @@ def _on_own_thread(function, cancel):
     return outcome["value"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # What of the process goes into the core
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 _SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV", "/dev/shm/", "/run/shm/", "[anon_shmem", "/anon_hugepage")
-_FILE_GAP = 16 * PAGE           # untouched file pages between touched ones that are copied, too, to have fewer segments
+_FILE_GAP = 16 * PAGE           # file pages between touched ones that are copied, too, for fewer segments
 
 
 class _Survey:
@@ -537,8 +540,8 @@ class _Survey:
 
     def __init__(self, tid):
         self._tid = tid
-        self._pages = _PageMap(tid)
         self._flags = _vm_flags(tid)
+        self._pages = _PageMap(tid)
 
     def close(self):
         self._pages.close()
@@ -572,7 +575,7 @@ class _Survey:
     def _shared_data(self, mapping):
         """The parts of shared memory that exist, whoever touched them. To read the others would create them.
 
-        The file behind the mapping tells; without the right to open it (CAP_CHECKPOINT_RESTORE) all is taken."""
+        The file behind the mapping tells; without the right to open it (root's) all is taken."""
         try:
             file = os.open("/proc/%d/map_files/%x-%x" % (self._tid, mapping.start, mapping.end), os.O_RDONLY)
         except OSError:
@@ -631,15 +634,16 @@ def _is_skipped(mapping):
     return mapping.path.startswith(("[vvar", "[vsyscall"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # The core file
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
-_Slot = collections.namedtuple("_Slot", "start end offset local")   # addresses, place in the file, our address of it
+# Addresses of the target, their place in the file, and our address of that.
+_Slot = collections.namedtuple("_Slot", "start end offset local")
 
 
 class _Image:
-    """The memory part of the core file, mapped here: ranges of the target's addresses, each with its place."""
+    """The memory part of the core file, mapped here: ranges of target addresses, each with its place."""
     _STEP = 64 << 20            # bytes between two reports of progress
 
     def __init__(self, fd, offset):
@@ -651,7 +655,9 @@ class _Image:
 
     def reserve(self, ranges):
         """Give ranges that have no place one; the file grows sparse, and is mapped."""
-        missing = _without(sorted(ranges), [(slot.start, slot.end) for slot in self._slots])
+        places = {(slot.start, slot.end) for slot in self._slots}
+        new = sorted(r for r in ranges if r not in places)      # in the stop few
+        missing = _without(new, sorted(places)) if new else []
         if not missing:
             return
         window_size = _size(missing)
@@ -681,6 +687,9 @@ class _Image:
         i = max(bisect.bisect_right(self._starts, start) - 1, 0)
         while i < len(self._slots) and self._slots[i].start < end:
             slot = self._slots[i]
+            if slot.start == start and slot.end == end:
+                yield slot
+                return
             low, high = max(slot.start, start), min(slot.end, end)
             if low < high:
                 shift = low - slot.start
@@ -688,7 +697,7 @@ class _Image:
             i += 1
 
     def allocate(self, ranges, report=lambda count: None):
-        """Allocate and map the file's pages for `ranges` now, so that copying into them takes no page fault."""
+        """Allocate and map the file's pages for `ranges` now, so that copying there takes no page fault."""
         for start, end in ranges:
             for piece in self.pieces(start, end):
                 os.posix_fallocate(self._fd, piece.offset, piece.end - piece.start)
@@ -728,13 +737,13 @@ class _Copier:
                     batch.append((at, length, piece.local + at - piece.start))
                     size += length
                     if size >= self._BATCH or len(batch) == _IOV_MAX:
-                        self._copy_batch(batch, size)
+                        self._copy_batch(batch, size, between)
                         batch, size = [], 0
-                        between()
-        self._copy_batch(batch, size)
+        self._copy_batch(batch, size, between)
 
-    def _copy_batch(self, batch, size):
+    def _copy_batch(self, batch, size, between):
         while batch:
+            between()
             count = _readv(self._memory.pid, batch)
             self.bytes_copied += count
             size -= count
@@ -744,17 +753,19 @@ class _Copier:
                 count -= batch.pop(0)[1]
             address, length, local = batch.pop(0)
             size -= length - count
-            self._copy_slowly(address + count, length - count, local + count)
+            self._copy_slowly(address + count, length - count, local + count, between)
 
-    def _copy_slowly(self, address, length, local):
+    def _copy_slowly(self, address, length, local, between):
         """What the system call left: as far as it goes, then without the page that cannot be read."""
         while length:
             view = (ctypes.c_char * length).from_address(local)
             count = self._memory.read_into(address, view)
             self.bytes_copied += count
             if count < length:
+                between()
                 bad = address + count & -PAGE
-                self._image.allocate([(bad, bad + PAGE)])   # OSError if it was the disk that is full
+                if self._memory.read_into(bad, bytearray(1)):
+                    self._image.allocate([(bad, bad + PAGE)])   # an OSError: the disk is full
                 self.failed.append((bad, bad + PAGE))
                 count = min(bad + PAGE - address, length)
             address, length, local = address + count, length - count, local + count
@@ -773,7 +784,7 @@ def _thread_notes(tid, parents, register_size):
         raise LiveError("thread %d runs 32-bit code, which is not supported yet" % tid)
     floating = _register_set(tid, _NT_FPREGSET)
     # struct elf_prstatus: no signal (it did not die of one), identity, times left at 0, registers.
-    status = struct.pack("<12xhxx2Q4i64x", 0, 0, 0, tid, *parents) + general + struct.pack("<i4x", bool(floating))
+    status = struct.pack("<32x4i64x", tid, *parents) + general + struct.pack("<i4x", bool(floating))
     notes = _note(b"CORE", _NT_PRSTATUS, status)
     if floating:
         notes += _note(b"CORE", _NT_FPREGSET, floating)
@@ -789,8 +800,9 @@ def _process_note(pid, tid, parents):
         arguments = file.read(79).rstrip(b"\0").replace(b"\0", b" ")
     status = _status(tid)
     uid, gid = int(status["Uid"].split()[0]), int(status["Gid"].split()[0])
-    return _note(b"CORE", _NT_PRPSINFO, struct.pack(
-        "<bcbb4xQ2I4i16s80s", 0, status["State"][:1].encode(), 0, 0, 0, uid, gid, pid, *(parents + (name, arguments))))
+    state = status["State"][:1].encode()
+    return _note(b"CORE", _NT_PRPSINFO, struct.pack("<xc14x2I4i16s80s", state, uid, gid, pid, *(
+        parents + (name, arguments))))
 
 
 def _file_note(maps):
@@ -825,11 +837,12 @@ def _segments(maps, stored, image):
 
 def _program_header(start, end, perms, offset):
     flags = 4 * (perms[0] == "r") | 2 * (perms[1] == "w") | (perms[2] == "x")
-    return struct.pack("<2I6Q", _PT_LOAD, flags, offset or 0, start, 0, end - start if offset else 0, end - start, PAGE)
+    size = end - start
+    return struct.pack("<2I6Q", _PT_LOAD, flags, offset or 0, start, 0, size if offset else 0, size, PAGE)
 
 
 def _write_headers(fd, room, image, segments, notes):
-    """Write all but the memory: at the front when `room` bytes are enough for it, else the tables at the end."""
+    """Write all but the memory: at the front when `room` bytes are enough, else the tables at the end."""
     headers = [_program_header(*segment) for segment in segments]
     count = len(headers) + 1
     table_size = 56 * count + 64        # with one section header
@@ -852,12 +865,12 @@ def _write_all(fd, data, offset):
         view, offset = view[count:], offset + count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # The snapshot
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 def snapshot(pid, path, progress=None, max_stop=None):
-    """Copy process `pid` into the ELF core file `path` while it stands still, and let it go; returns a `Snapshot`.
+    """Copy process `pid` into the ELF core file `path` while it stands still; returns a `Snapshot`.
 
     progress(done, total), if given, is called while the file is prepared, in bytes; not during the stop.
     max_stop, in seconds: give up, and let the process go, when the stop would last longer.
@@ -884,7 +897,7 @@ def _remove(path):
 
 
 def _as_live_error(error, pid, tid, path):
-    if error.filename and str(error.filename).startswith("/proc/") and error.errno in (errno.EACCES, errno.EPERM):
+    if isinstance(error, PermissionError) and str(error.filename).startswith("/proc/"):
         return _no_permission(pid)
     if error.errno == errno.ESRCH or _is_dead(tid):
         return LiveError("process %d has ended" % pid)
@@ -956,16 +969,16 @@ class _Capture:
             maps = mappings(self._tid)
             programs = _programs(maps)
             copied = {m for m in maps if m in self._early and _is_constant(m)}
-            changed = [r for m in self._early if _is_constant(m) and m not in copied for r in self._early[m][0]]
+            stale = [m for m in self._early if _is_constant(m) and m not in copied]
+            changed = sorted(r for m in stale for r in self._early[m][0])
             self._image.forget(changed)
-            self._copier.failed = _without(self._copier.failed, changed)
+            self._copier.failed = _without(sorted(self._copier.failed), changed)
             now = {m: self._survey.ranges(m, programs)
                    for m in maps if m not in copied and not _is_skipped(m)}
             self._image.reserve(r for stored, _ in now.values() for r in stored)
             for _, data in now.values():
-                stopped.check_time()
-                self._copier.copy(data, stopped.check_time)
-            stopped.check_held()
+                self._copier.copy(data, stopped.check)
+            stopped.check()
         stored = {m: self._early[m][0] if m in copied else now[m][0] for m in maps if not _is_skipped(m)}
         return maps, stored, threads, notes
 
@@ -989,7 +1002,7 @@ def _parents(tid):
 
 
 def main(arguments):
-    """``live.py PID FILE``: exit status 0, or 2 when there is no copy."""
+    """``live.py PID FILE``: exit status 0; 2 when there is no copy, 130 after Ctrl-C."""
     if len(arguments) != 2 or not arguments[0].isdigit():
         print("usage: live.py PID FILE", file=sys.stderr)
         return 2
@@ -998,6 +1011,9 @@ def main(arguments):
     except LiveError as error:
         print("live.py: %s" % error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("live.py: interrupted; process %s runs on" % arguments[0], file=sys.stderr)
+        return 130
     print("process %d stood still for %.1f ms; %d threads, %.1f MB copied to %s"
           % (made.pid, made.stop_ms, len(made.threads), made.bytes_copied / 1e6, made.path))
     for lost in made.unreadable:

@@ -1,0 +1,949 @@
+"""Snapshots of live processes: real programs, whose core plain GDB reads, compared with what they print."""
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import pwd
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+from elftools.elf.elffile import ELFFile
+
+from gdbleak.target import live
+
+pytestmark = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("gdb")), reason="needs gcc and gdb")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+PAGE = live.PAGE
+SOURCE = r"""
+#define _GNU_SOURCE
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+#include <fcntl.h>
+
+static uint64_t checksum(const unsigned char *p, size_t n)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i + 8 <= n; i += 8) { uint64_t w; memcpy(&w, p + i, 8); sum = sum * 31 + w; }
+    return sum;
+}
+static void fill(unsigned char *p, size_t n)
+{
+    srandom(time(NULL) ^ getpid());
+    for (size_t i = 0; i < n; i++) p[i] = random();
+}
+static void say(const char *format, ...)
+{
+    char line[512]; va_list list;
+    va_start(list, format);
+    int n = vsnprintf(line, sizeof line, format, list);
+    va_end(list);
+    if (write(1, line, n) != n) _exit(3);
+}
+static int command(void)
+{
+    char c;
+    while (read(0, &c, 1) == 1) if (c != '\n') return c;
+    return 'q';
+}
+static double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec / 1e9;
+}
+
+/* Every mode has a thread that counts, so that one can see whether the process runs. */
+static volatile uint64_t heartbeat;
+static void *beat(void *unused) { for (;;) { heartbeat++; usleep(200); } return unused; }
+static void start(void *(*function)(void *))
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, function, NULL)) _exit(4);
+}
+
+/* threads: eight of them blocked in eight ways. */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER, cond_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t cond = PTHREAD_COND_INITIALIZER;
+static pthread_barrier_t barrier;
+static sem_t semaphore;
+static int pipes[3][2], go;
+static volatile int woken[8], failed[8];
+static double slept;
+uint64_t global_number;
+unsigned char *block;
+static void woke(int i, int bad) { failed[i] = bad ? errno ? errno : -1 : 0; woken[i] = 1; for (;;) pause(); }
+static __attribute__((noinline)) void *in_mutex(void *p) { woke(0, pthread_mutex_lock(&mutex)); return p; }
+static __attribute__((noinline)) void *in_cond(void *p)
+{
+    pthread_mutex_lock(&cond_mutex);
+    while (!go) pthread_cond_wait(&cond, &cond_mutex);
+    pthread_mutex_unlock(&cond_mutex);
+    woke(1, 0);
+    return p;
+}
+static __attribute__((noinline)) void *in_semaphore(void *p) { woke(2, sem_wait(&semaphore)); return p; }
+static __attribute__((noinline)) void *in_barrier(void *p)
+{
+    int result = pthread_barrier_wait(&barrier);
+    woke(3, result && result != PTHREAD_BARRIER_SERIAL_THREAD);
+    return p;
+}
+static __attribute__((noinline)) void *in_read(void *p)
+{
+    char c;
+    woke(4, read(pipes[0][0], &c, 1) != 1);
+    return p;
+}
+static __attribute__((noinline)) void *in_poll(void *p)
+{
+    struct pollfd wait = {pipes[1][0], POLLIN, 0};
+    woke(5, poll(&wait, 1, -1) != 1);
+    return p;
+}
+static __attribute__((noinline)) void *in_epoll(void *p)
+{
+    struct epoll_event event = {EPOLLIN, {0}};
+    int fd = epoll_create1(0), n;
+    epoll_ctl(fd, EPOLL_CTL_ADD, pipes[2][0], &event);
+    do n = epoll_wait(fd, &event, 1, -1); while (n < 0 && errno == EINTR);   /* any stop interrupts it */
+    woke(6, n != 1);
+    return p;
+}
+static __attribute__((noinline)) void *in_sleep(void *p)
+{
+    struct timespec time = {3, 0};
+    double before = seconds();
+    int result = nanosleep(&time, NULL);
+    slept = seconds() - before;
+    woke(7, result);
+    return p;
+}
+static int threads(void)
+{
+    size_t size = 3000000;
+    block = malloc(size);
+    fill(block, size);
+    global_number = (uint64_t)random() << 32 ^ random();
+    for (int i = 0; i < 3; i++) if (pipe(pipes[i])) return 5;
+    sem_init(&semaphore, 0, 0);
+    pthread_barrier_init(&barrier, NULL, 2);
+    pthread_mutex_lock(&mutex);
+    void *(*all[])(void *) = {
+        in_mutex, in_cond, in_semaphore, in_barrier, in_read, in_poll, in_epoll, in_sleep};
+    for (int i = 0; i < 8; i++) start(all[i]);
+    usleep(300000);
+    say("%lu %lu %zu %lu\n", global_number, (uint64_t)block, size, checksum(block, size));
+    for (uint64_t beats = 0;; beats++) {
+        if (command() == 'q') return 0;
+        pthread_mutex_unlock(&mutex);
+        pthread_mutex_lock(&cond_mutex);
+        go = 1;
+        pthread_cond_signal(&cond);
+        pthread_mutex_unlock(&cond_mutex);
+        sem_post(&semaphore);
+        pthread_barrier_wait(&barrier);
+        for (int i = 0; i < 3; i++) if (write(pipes[i][1], "x", 1) != 1) return 6;
+        for (int i = 0; i < 8; i++) while (!woken[i]) usleep(1000);
+        for (int i = 0; i < 8; i++) say("%d ", failed[i]);
+        say("%f\n", slept);
+    }
+}
+
+/* orphan: the main thread ends first. */
+static int orphan(void)
+{
+    global_number = 4711;
+    start(beat);
+    say("%lu\n", (uint64_t)&heartbeat);
+    pthread_exit(NULL);
+}
+
+/* churn: threads that come and go; an array whose elements are raised one after the other. */
+static uint64_t *array;
+static volatile uint64_t births;
+static void *short_life(void *p) { __atomic_add_fetch(&births, 1, __ATOMIC_RELAXED); return p; }
+static void *spawn(void *p)
+{
+    for (;;) {
+        pthread_t thread[3];
+        int n = 0;
+        while (n < 3 && !pthread_create(&thread[n], NULL, short_life, NULL)) n++;
+        while (n) pthread_join(thread[--n], NULL);
+    }
+    return p;
+}
+static int churn(int megabytes)
+{
+    size_t n = (size_t)megabytes << 17;
+    array = mmap(NULL, n * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memset(array, 0, n * 8);
+    start(spawn); start(spawn); start(beat);
+    say("%lu %zu %lu %lu\n", (uint64_t)array, n, (uint64_t)&births, (uint64_t)&heartbeat);
+    for (;;) for (size_t i = 0; i < n; i++) array[i]++;
+}
+
+/* signals: counts those it receives while its main thread works. */
+static volatile sig_atomic_t received;
+static void handler(int number) { (void)number; received++; }
+static int signals(int megabytes)
+{
+    struct sigaction action = {.sa_handler = handler, .sa_flags = SA_RESTART};
+    sigaction(SIGRTMIN, &action, NULL);
+    block = malloc((size_t)megabytes << 20);
+    memset(block, 1, (size_t)megabytes << 20);
+    start(beat);
+    say("%lu\n", (uint64_t)&heartbeat);
+    while (command() != 'q') say("%d\n", (int)received);
+    return 0;
+}
+
+/* memory: mappings of all kinds, with values in them that are printed. */
+static unsigned char *map(size_t size, int prot, int flags, int fd)
+{
+    unsigned char *p = mmap(NULL, size, prot, flags, fd, 0);
+    if (p == MAP_FAILED) _exit(7);
+    return p;
+}
+static int memory(const char *directory)
+{
+    char name[4096];
+    int rw = PROT_READ | PROT_WRITE, anonymous = MAP_PRIVATE | MAP_ANONYMOUS;
+    unsigned char *none = map((size_t)1 << 40, PROT_NONE, anonymous | MAP_NORESERVE, -1);
+    unsigned char *huge = map((size_t)64 << 30, rw, anonymous | MAP_NORESERVE, -1);
+    madvise(huge, (size_t)64 << 30, MADV_NOHUGEPAGE);
+    for (int i = 0; i < 50; i++) memcpy(huge + i * ((size_t)1 << 30) + 12345, "\x11\x22\x33\x44", 4);
+    volatile unsigned char *only_read = huge + ((size_t)55 << 30);
+    if (*only_read) return 8;
+    unsigned char *shared = map(256 << 20, rw, MAP_SHARED | MAP_ANONYMOUS, -1);
+    if (fork() == 0) { memset(shared + (100 << 20), 0x5a, 8192); _exit(0); }   /* by another process */
+    wait(NULL);
+    unsigned char *secret = map(8192, rw, anonymous, -1);
+    madvise(secret, 8192, MADV_DONTDUMP);
+    for (int i = 0; i < 16; i++) sprintf((char *)secret + 6 * i, "%c%c%c-%d", 'k', 'e', 'y', i % 10);
+    snprintf(name, sizeof name, "%s/a file\nof two lines", directory);
+    int fd = open(name, O_RDWR | O_CREAT, 0600);
+    if (ftruncate(fd, 4 << 20)) return 9;
+    unsigned char *file = map(4 << 20, rw, MAP_SHARED, fd);
+    memset(file + (1 << 20), 0x77, 4096);
+    unlink(name);
+    unsigned char *closed = map(8192, rw, anonymous, -1);
+    memset(closed, 0x99, 8192);
+    mprotect(closed + 4096, 4096, PROT_NONE);
+    start(beat);
+    say("%lu %lu %lu %lu %lu %lu %lu\n", (uint64_t)none, (uint64_t)huge, (uint64_t)shared, (uint64_t)secret,
+        (uint64_t)file, (uint64_t)closed, (uint64_t)&heartbeat);
+    while (command() != 'q') say("%lu\n", heartbeat);
+    return 0;
+}
+
+/* pieces: a file mapping with touched and untouched parts, more than 16 bits can count. */
+static int pieces(const char *directory)
+{
+    char name[4096];
+    size_t count = 33000, step = 32 * 4096;
+    snprintf(name, sizeof name, "%s/pieces", directory);
+    int fd = open(name, O_RDWR | O_CREAT, 0600);
+    if (ftruncate(fd, count * step)) return 9;
+    unsigned char *p = map(count * step, PROT_READ | PROT_WRITE, MAP_SHARED, fd);
+    madvise(p, count * step, MADV_RANDOM);
+    for (size_t i = 0; i < count; i++) *(uint64_t *)(p + i * step) = i * i;
+    say("%lu %zu %zu\n", (uint64_t)p, count, step);
+    command();
+    return 0;
+}
+
+/* vfork: waits in the kernel, where nothing stops it, until its child ends. */
+static int waits_for_vfork(void)
+{
+    start(beat);
+    say("%lu\n", (uint64_t)&heartbeat);
+    if (vfork() == 0) { execl("/bin/sh", "sh", "-c", "exec sleep 0.0", NULL); _exit(1); }
+    if (vfork() == 0) { struct timespec t = {4, 0}; nanosleep(&t, NULL); _exit(0); }
+    command();
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    const char *mode = argv[1], *argument = argc > 2 ? argv[2] : "";
+    if (!strcmp(mode, "threads")) return threads();
+    if (!strcmp(mode, "orphan")) return orphan();
+    if (!strcmp(mode, "churn")) return churn(atoi(argument));
+    if (!strcmp(mode, "signals")) return signals(atoi(argument));
+    if (!strcmp(mode, "memory")) return memory(argument);
+    if (!strcmp(mode, "pieces")) return pieces(argument);
+    if (!strcmp(mode, "vfork")) return waits_for_vfork();
+    return 2;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("program")
+    (directory / "subject.c").write_text(SOURCE)
+    exe = directory / "subject"
+    subprocess.run(["gcc", "-g", "-O1", "-pthread", "-o", exe, directory / "subject.c"], check=True)
+    return str(exe)
+
+
+class Subject:
+    """A running program; `said` holds the numbers of its first line."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self.process.pid
+        self.said = [int(word) for word in self.process.stdout.readline().split()]
+
+    def ask(self, letter="a"):
+        self.process.stdin.write(letter)
+        self.process.stdin.flush()
+        return self.process.stdout.readline().split()
+
+    def word(self, address):
+        """A 64-bit word of its memory, now."""
+        with open("/proc/%d/mem" % self.pid, "rb", 0) as file:
+            file.seek(address)
+            return struct.unpack("<Q", file.read(8))[0]
+
+    def is_running(self, counter):
+        """Whether the counter at this address goes up."""
+        before = self.word(counter)
+        return wait_until(lambda: self.word(counter) > before + 10)
+
+    def state(self):
+        with open("/proc/%d/status" % self.pid) as file:
+            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+        return status["State"][0], status["TracerPid"]
+
+
+@pytest.fixture
+def run(program):
+    with contextlib.ExitStack() as stack:
+        def start(*arguments):
+            subject = Subject(program, *map(str, arguments))
+            stack.callback(subject.process.wait)
+            stack.callback(subject.process.kill)
+            return subject
+        yield start
+
+
+def wait_until(condition, timeout=20):
+    limit = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def gdb(exe, core, *commands):
+    """What GDB prints for `commands`; nothing may go wrong in it."""
+    arguments = [part for command in commands for part in ("-ex", command)]
+    start = ["gdb", "-nx", "-q", "-batch", "-iex", "set debuginfod enabled off"]
+    done = subprocess.run([*start, *arguments, exe, core], capture_output=True, text=True, timeout=120)
+    # Of any core file GDB says so when a file that was mapped is gone.
+    gone = r"warning: Can't open file [^:]* \(deleted\) during file-backed mapping note processing"
+    assert "warning" not in re.sub(gone, "", done.stderr).lower(), done.stderr
+    return done.stdout
+
+
+def gdb_memory(exe, core, path, start, size):
+    gdb(exe, core, "dump binary memory %s %d %d" % (path, start, start + size))
+    return path.read_bytes()
+
+
+class Core:
+    """A core file by pyelftools: its segments and notes."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        with open(path, "rb") as file:
+            elf = ELFFile(file)
+            segments = list(elf.iter_segments())
+            self.loads = [s.header for s in segments if s.header.p_type == "PT_LOAD"]
+            self.notes = [note for s in segments if s.header.p_type == "PT_NOTE" for note in s.iter_notes()]
+
+    def count(self, kind):
+        return sum(note["n_type"] == kind for note in self.notes)
+
+    def read(self, address, size):
+        """Bytes of the core, None where it holds none."""
+        found = b""
+        with open(self.path, "rb") as file:
+            for load in self.loads:
+                start = load.p_vaddr
+                if start <= address + len(found) < start + load.p_filesz and len(found) < size:
+                    skip = address + len(found) - start
+                    file.seek(load.p_offset + skip)
+                    found += file.read(min(size - len(found), load.p_filesz - skip))
+        return found if len(found) == size else None
+
+
+def checksum(data):
+    total = 0
+    for word in np.frombuffer(data, np.uint64).tolist():
+        total = (total * 31 + word) % 2 ** 64
+    return total
+
+
+def by_hand(*arguments, **options):
+    """The module as a program, started."""
+    return subprocess.Popen([sys.executable, os.path.abspath(live.__file__), *map(str, arguments)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+BLOCKED_IN = {"in_mutex", "in_cond", "in_semaphore", "in_barrier", "in_read", "in_poll", "in_epoll",
+              "in_sleep"}
+
+
+def test_gdb_reads_what_the_program_printed(run, program, tmp_path):
+    subject = run("threads")
+    number, block, size, total = subject.said
+    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    assert (made.pid, made.exe, made.path) == (subject.pid, program, str(tmp_path / "core"))
+    assert len(made.threads) == 9 and made.threads[0] == subject.pid
+    assert made.stop_ms > 0 and made.bytes_copied > size and made.unreadable == []
+    assert os.stat(made.path).st_mode & 0o777 == 0o600
+
+    output = gdb(program, made.path, "info threads", "thread apply all bt", "print global_number",
+                 "print block", "info proc", "info auxv")
+    assert len(re.findall(r"^[* ] +\d+ +Thread .*LWP", output, re.M)) == 9
+    stacks = re.split(r"^Thread \d+ \(Thread .*\):$", output, flags=re.M)[1:]
+    assert len(stacks) == 9
+    blocked = [BLOCKED_IN.intersection(re.findall(r" (in_\w+) \(", stack)) for stack in stacks]
+    assert sorted(name for names in blocked for name in names) == sorted(BLOCKED_IN)
+    assert sum(" main (argc=" in stack for stack in stacks) == 1
+    assert "$1 = %d\n" % number in output
+    assert "$2 = (unsigned char *) 0x%x" % block in output
+    assert "%s threads" % program in output and "AT_SYSINFO_EHDR" in output
+    assert checksum(gdb_memory(program, made.path, tmp_path / "block", block, size)) == total
+
+
+def test_blocked_calls_go_on_as_if_nothing_had_been(run, tmp_path):
+    subject = run("threads")
+    for _ in range(3):
+        live.snapshot(subject.pid, str(tmp_path / "core"))
+    *failed, slept = subject.ask()
+    assert [int(number) for number in failed] == [0] * 8
+    assert 3.0 <= float(slept) < 6.0
+    assert subject.state()[1] == "0"
+
+
+def test_every_snapshot_is_one_moment_while_threads_come_and_go(run, program, tmp_path):
+    subject = run("churn", 16)
+    array, length, births, heartbeat = subject.said
+    seen, born = set(), subject.word(births)
+    for _ in range(20):
+        made = live.snapshot(subject.pid, str(tmp_path / "core"))
+        core = Core(made.path)
+        assert core.count("NT_PRSTATUS") == core.count("NT_FPREGSET") == len(made.threads) >= 4
+        assert made.unreadable == []
+        # The program raises the elements in turn: at one moment the first so many are one ahead of the rest.
+        values = np.frombuffer(core.read(array, length * 8), np.uint64)
+        steps = np.flatnonzero(np.diff(values))
+        assert len(steps) <= 1 and values[0] - values[-1] <= 1
+        seen.add((int(values[0]), len(steps) and int(steps[0])))
+    assert len(seen) == 20
+    assert subject.word(births) > born and subject.is_running(heartbeat)
+    output = gdb(program, made.path, "info threads")
+    # A thread that is being born or dying is an LWP that the thread library does not list.
+    assert len(re.findall(r"^[* ] +\d+ +(?:Thread .*)?\(?LWP \d+\)?", output, re.M)) == len(made.threads)
+
+
+def test_notes_are_the_kernels(run, program, tmp_path):
+    subject = run("threads")
+    core = Core(live.snapshot(subject.pid, str(tmp_path / "core")).path)
+    status = [note["n_desc"] for note in core.notes if note["n_type"] == "NT_PRSTATUS"]
+    assert sorted(struct.unpack_from("<i", note, 32)[0] for note in status) == sorted(
+        int(tid) for tid in os.listdir("/proc/%d/task" % subject.pid))
+    process, = [note["n_desc"] for note in core.notes if note["n_type"] == "NT_PRPSINFO"]
+    assert process["pr_fname"].rstrip(b"\0") == b"subject" and process["pr_pid"] == subject.pid
+    assert process["pr_psargs"].rstrip(b"\0").decode() == (program + " threads")[:79]
+    auxv, = [note["n_desc"] for note in core.notes if note["n_type"] == "NT_AUXV"]
+    with open("/proc/%d/auxv" % subject.pid, "rb") as file:
+        assert auxv == file.read()
+    files, = [note["n_desc"] for note in core.notes if note["n_type"] == "NT_FILE"]
+    mapped = [m for m in live.mappings(subject.pid) if m.inode]
+    assert [(e.vm_start, e.vm_end, e.page_offset * PAGE) for e in files["Elf_Nt_File_Entry"]] == [
+        (m.start, m.end, m.offset) for m in mapped]
+    assert files["filename"] == [m.path.encode() for m in mapped]
+    assert all(load.p_offset % PAGE == 0 for load in core.loads)
+
+
+def test_text_and_symbols_are_in_the_core(run, program, tmp_path):
+    subject = run("threads")
+    core = Core(live.snapshot(subject.pid, str(tmp_path / "core")).path)
+    checked = 0
+    for mapping in live.mappings(subject.pid):
+        if mapping.inode and mapping.perms in ("r--p", "r-xp") and mapping.path == program:
+            data = core.read(mapping.start, mapping.end - mapping.start)
+            if "x" in mapping.perms:
+                with open(program, "rb") as file:
+                    file.seek(mapping.offset)
+                    text = file.read(mapping.end - mapping.start)
+                assert data[:len(text)] == text
+            checked += 1
+            assert data is not None
+    assert checked >= 2
+
+
+def test_main_thread_that_has_ended(run, program, tmp_path):
+    subject = run("orphan")
+    assert wait_until(lambda: subject.state()[0] == "Z")
+    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    assert len(made.threads) == 1 and made.threads[0] != subject.pid
+    output = gdb(program, made.path, "thread apply all bt", "print global_number")
+    assert " beat (" in output and "$1 = 4711\n" in output
+
+
+def test_signals_are_neither_lost_nor_doubled(run, tmp_path):
+    subject = run("signals", 30)
+    sent = 0
+    for _ in range(15):
+        child = by_hand(subject.pid, tmp_path / "core")
+        while child.poll() is None:
+            os.kill(subject.pid, signal.SIGRTMIN)
+            sent += 1
+            time.sleep(0.0003)
+        assert child.returncode == 0
+    assert sent > 500
+    assert int(subject.ask()[0]) == sent
+
+
+def test_death_of_the_snapshot_in_the_stop_leaves_the_target_running(run, tmp_path):
+    subject = run("signals", 300)
+    killed_in_stop = sent = 0
+    for _ in range(30):
+        child = by_hand(subject.pid, tmp_path / "core")
+        while child.poll() is None and subject.state()[0] != "t":
+            os.kill(subject.pid, signal.SIGRTMIN)
+            sent += 1
+        child.kill()
+        killed_in_stop += child.wait() == -signal.SIGKILL
+        assert wait_until(lambda: subject.state()[1] == "0")
+        assert subject.state()[0] not in "tT"
+        assert subject.is_running(subject.said[0])
+        for leftover in tmp_path.iterdir():
+            leftover.unlink()
+        if killed_in_stop == 5:
+            break
+    assert killed_in_stop == 5
+    assert int(subject.ask()[0]) == sent
+
+
+def test_stopped_process_stays_stopped(run, program, tmp_path):
+    subject = run("churn", 1)
+    heartbeat = subject.said[3]
+    os.kill(subject.pid, signal.SIGSTOP)
+    assert wait_until(lambda: subject.state()[0] == "T")
+    count = subject.word(heartbeat)
+    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    assert wait_until(lambda: subject.state() == ("T", "0"))
+    time.sleep(0.1)
+    assert subject.state() == ("T", "0") and subject.word(heartbeat) == count
+    assert "= %d\n" % count in gdb(program, made.path, "print heartbeat")
+    os.kill(subject.pid, signal.SIGCONT)
+    assert subject.is_running(heartbeat)
+
+
+def test_mappings_of_all_kinds(run, program, tmp_path):
+    subject = run("memory", tmp_path)
+    none, huge, shared, secret, file, closed, heartbeat = subject.said
+
+    def shared_pages():
+        with open("/proc/%d/smaps" % subject.pid) as smaps:
+            return re.search(r"^%x-.*?Rss: +(\d+) kB" % shared, smaps.read(), re.M | re.S).group(1)
+    before = shared_pages()
+    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    if os.geteuid() == 0:       # memory that nobody has touched was not created by reading it
+        assert shared_pages() == before == "0" or int(shared_pages()) <= 8
+        assert os.stat(made.path).st_blocks * 512 < 40e6
+    core = Core(made.path)
+    # Reserved memory: what was touched is there, all else reads as zeros and takes no space.
+    for i in range(50):
+        assert core.read(huge + (i << 30) + 12345, 4) == b"\x11\x22\x33\x44"
+    assert core.read(huge + (55 << 30), PAGE) == bytes(PAGE)
+    assert core.read(huge + (64 << 30) - 8, 8) == bytes(8)
+    assert core.read(none, 8) is None and any(
+        load.p_vaddr <= none < load.p_vaddr + load.p_memsz for load in core.loads)
+    # Shared memory that another process has written.
+    assert core.read(shared + (100 << 20), 8192) == b"\x5a" * 8192
+    assert core.read(shared, 8192) == bytes(8192)
+    # What the program keeps out of core files stays out of this one.
+    lost, = made.unreadable
+    assert (lost.start, lost.end) == (secret, secret + 8192) and "MADV_DONTDUMP" in lost.reason
+    assert core.read(secret, 8) is None
+    assert subject.word(secret) == int.from_bytes(b"key-0\0ke", "little")
+    # Of a file the touched pages, the others not.
+    assert core.read(file + (1 << 20), 4096) == b"\x77" * 4096
+    assert core.read(file + (3 << 20), 4096) is None
+    assert core.read(closed, 4096) == b"\x99" * 4096 and core.read(closed + 4096, 8) is None
+    output = gdb(program, made.path, "x/1xw %d" % (huge + 12345), "x/1xw %d" % (huge + (60 << 30)))
+    assert "0x44332211" in output and "0x00000000" in output
+    assert subject.is_running(heartbeat)
+
+
+def test_mappings_and_process_memory(run, tmp_path):
+    subject = run("memory", tmp_path)
+    none, huge, shared, secret, file, closed, heartbeat = subject.said
+    by_start = {m.start: m for m in live.mappings(subject.pid)}
+    mapped = by_start[file]
+    assert mapped.path == "%s/a file\nof two lines" % tmp_path and mapped.deleted and mapped.inode
+    assert (mapped.perms, mapped.offset, mapped.end - mapped.start) == ("rw-s", 0, 4 << 20)
+    assert by_start[closed].perms == "rw-p" and by_start[closed + 4096].perms == "---p"
+    assert not by_start[closed].inode and by_start[closed].path == "" and not by_start[closed].deleted
+    with live.ProcessMemory(subject.pid) as memory:
+        buffer = bytearray(5000)
+        assert memory.read_into(huge + 12345, buffer) == 5000 and buffer[:5] == b"\x11\x22\x33\x44\0"
+        # Beyond the reach of process_vm_readv: the page without access is read through the file.
+        assert memory.read_into(closed + 100, buffer) == 5000 and bytes(buffer) == b"\x99" * 5000
+        last = max(m.end for m in by_start.values() if m.path == "[stack]")
+        assert memory.read_into(last - 96, memoryview(buffer)[:200]) == 96
+        assert memory.read_into(0, buffer) == 0
+        assert memory.read_into(2 ** 64 - PAGE, buffer) == 0
+        assert memory.read_into(closed, bytearray()) == 0
+
+
+def test_both_ways_to_find_pages_agree(run, tmp_path):
+    subject = run("memory", tmp_path)
+    huge = subject.said[1]
+    os.kill(subject.pid, signal.SIGSTOP)
+    assert wait_until(lambda: subject.state()[0] == "T")
+    pages = live._PageMap(subject.pid)
+    try:
+        if pages.existing == pages._read:
+            pytest.skip("this kernel has one way only")
+        mapped = [m for m in live.mappings(subject.pid) if "r" in m.perms and not live._is_skipped(m)]
+        zeros = (huge + (55 << 30), huge + (55 << 30) + PAGE)       # the page that was only read
+        for mapping in mapped:
+            scanned, read = pages._scan(*mapping[:2]), pages._read(*mapping[:2])
+            assert scanned == live._without(read, [zeros])
+            assert (mapping.start == huge) == (read != scanned)
+        assert len(pages._scan(huge, huge + (64 << 30))) == 50
+    finally:
+        pages.close()
+
+
+def test_more_segments_than_16_bits_count(run, program, tmp_path):
+    subject = run("pieces", tmp_path)
+    address, count, step = subject.said
+    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    core = Core(made.path)
+    assert len(core.loads) > 65535
+    last = count - 1
+    output = gdb(program, made.path, "x/1dg %d" % (address + last * step), "bt",
+                 "x/1dg %d" % (address + 5000 * step))
+    assert re.search(r":\t%d\n" % (last * last), output) and re.search(r":\t25000000\n", output)
+    assert "in main (" in output
+
+
+def test_limit_of_the_stop(run, tmp_path):
+    subject = run("signals", 300)
+    with pytest.raises(live.LiveError, match="let go: the stop would last longer than the 1 ms allowed"):
+        live.snapshot(subject.pid, str(tmp_path / "core"), max_stop=0.001)
+    assert list(tmp_path.iterdir()) == []
+    assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
+
+
+def test_thread_that_cannot_be_stopped(run, tmp_path):
+    subject = run("vfork")
+    assert wait_until(lambda: subject.state()[0] == "D")
+    with pytest.raises(live.LiveError, match=r"thread %d, in state D .*cannot be stopped" % subject.pid):
+        live.snapshot(subject.pid, str(tmp_path / "core"), max_stop=0.3)
+    assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
+
+
+def test_progress(run, tmp_path):
+    subject = run("signals", 200)
+    calls = []
+    made = live.snapshot(subject.pid, str(tmp_path / "core"), progress=lambda *now: calls.append(now))
+    assert len(calls) > 3 and calls == sorted(calls)
+    done, total = calls[-1]
+    assert done == total and abs(total - made.bytes_copied) < 1 << 20
+
+
+@pytest.fixture
+def nginx(tmp_path):
+    exe = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")
+    if not exe:
+        pytest.skip("needs nginx")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    user = "user root;" if os.geteuid() == 0 else ""
+    (tmp_path / "nginx.conf").write_text("""
+        daemon off; worker_processes 1; pid %s/pid; error_log %s/error.log; %s
+        events { }
+        http { access_log off; limit_req_zone $arg_key zone=keys:64m rate=1000r/s;
+               server { listen 127.0.0.1:%d; limit_req zone=keys burst=1000;
+                        root %s; add_header Worker $pid; } }
+        """ % (tmp_path, tmp_path, user, port, tmp_path))
+    (tmp_path / "index.html").write_text("hello")
+    process = subprocess.Popen([exe, "-p", tmp_path, "-c", "nginx.conf", "-e", tmp_path / "error.log"])
+
+    def ask(key="x"):
+        with urllib.request.urlopen("http://127.0.0.1:%d/?key=%s" % (port, key), timeout=10) as answer:
+            return int(answer.headers["Worker"])
+
+    def answers():
+        with contextlib.suppress(OSError):
+            return ask()
+    assert wait_until(answers)
+    yield exe, ask
+    process.terminate()
+    process.wait()
+
+
+def test_nginx_worker(nginx, tmp_path):
+    exe, ask = nginx
+    worker = ask("a-key-that-nobody-else-has")
+    made = live.snapshot(worker, str(tmp_path / "core"))
+    assert made.exe == exe and made.threads == (worker,)
+    output = gdb(exe, made.path, "bt", "print *(int *) &ngx_pid", "info sharedlibrary")
+    assert "epoll_wait" in output and "ngx_process_events_and_timers" in output
+    assert "$1 = %d\n" % worker in output and "libc.so.6" in output
+    zone, = [m for m in live.mappings(worker) if m.perms == "rw-s" and m.end - m.start == 64 << 20]
+    assert zone.path == "/dev/zero" and zone.deleted
+    kept, now = Core(made.path).read(zone.start, 64 << 20), bytearray(64 << 20)
+    with live.ProcessMemory(worker) as memory:
+        assert memory.read_into(zone.start, now) == 64 << 20
+    assert b"a-key-that-nobody-else-has" in kept and kept == now
+    for _ in range(5):
+        live.snapshot(worker, str(tmp_path / "core"))
+        assert ask() == worker
+    assert (tmp_path / "error.log").read_text() == ""
+
+
+def as_nobody(function, *arguments):
+    """What `function` returns (a string) in a child process of user nobody, which did not call exec."""
+    user = pwd.getpwnam("nobody")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(user.pw_gid)
+            os.setuid(user.pw_uid)
+            os.write(writer, function(*arguments).encode())
+        except BaseException as error:
+            os.write(writer, ("%s: %s" % (type(error).__name__, error)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def attempt(pid, path):
+    """What a snapshot ends with: the error, or a description of the core."""
+    try:
+        made = live.snapshot(pid, path)
+    except live.LiveError as error:
+        return str(error)
+    return "%s: %d threads, %d in the core" % (made.exe, len(made.threads), Core(path).count("NT_PRSTATUS"))
+
+
+@pytest.fixture
+def open_directory():
+    """A directory of user nobody, where that user can come."""
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.chown(directory, "nobody")
+        yield directory
+
+
+@as_root
+def test_no_permission(run, open_directory):
+    subject = run("signals", 1)
+    assert as_nobody(attempt, subject.pid, open_directory + "/core") == (
+        "no permission to stop process %d: it belongs to user root and this is user nobody; run as root"
+        % subject.pid)
+
+    def stop_a_protected_process():
+        """One that changed its user, like a worker of a server."""
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            return attempt(child, open_directory + "/core")
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert "so the kernel protects it; run as root" in as_nobody(stop_a_protected_process)
+    assert os.listdir(open_directory) == []
+
+
+@as_root
+def test_without_root(open_directory):
+    def stop_an_own_process():
+        child = subprocess.Popen(["/bin/sleep", "60"])
+        try:
+            wait_until(lambda: os.readlink("/proc/%d/exe" % child.pid).endswith("sleep"))
+            return attempt(child.pid, open_directory + "/core")
+        finally:
+            child.kill()
+            child.wait()
+    assert as_nobody(stop_an_own_process) == os.path.realpath("/bin/sleep") + ": 1 threads, 1 in the core"
+
+
+def test_processes_that_are_not_there(tmp_path):
+    path = str(tmp_path / "core")
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(live.LiveError, match="is a zombie that its parent, %d, has not" % os.getpid()):
+        live.snapshot(child.pid, path)
+    child.wait()
+    with pytest.raises(live.LiveError, match="^no process %d$" % child.pid):
+        live.snapshot(child.pid, path)
+    with pytest.raises(live.LiveError, match="is this program itself"):
+        live.snapshot(os.getpid(), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@as_root
+def test_kernel_thread(tmp_path):
+    with open("/proc/2/comm") as file:
+        if file.read() != "kthreadd\n":
+            pytest.skip("no kernel threads in this container")
+    with pytest.raises(live.LiveError, match="is a kernel thread"):
+        live.snapshot(2, str(tmp_path / "core"))
+
+
+def test_thread_id_is_not_a_process(run, tmp_path):
+    subject = run("threads")
+    tid = max(int(name) for name in os.listdir("/proc/%d/task" % subject.pid))
+    with pytest.raises(live.LiveError, match="is a thread of process %d: name that" % subject.pid):
+        live.snapshot(tid, str(tmp_path / "core"))
+
+
+def test_already_traced(run, tmp_path):
+    subject = run("signals", 1)
+    tracer = subprocess.Popen(["gdb", "-nx", "-q", "-p", str(subject.pid)], stdin=subprocess.PIPE,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert wait_until(lambda: subject.state()[1] != "0")
+        with pytest.raises(live.LiveError, match="already traced by process %d: detach" % tracer.pid):
+            live.snapshot(subject.pid, str(tmp_path / "core"))
+    finally:
+        tracer.communicate(b"detach\nquit\n", timeout=30)
+    assert wait_until(lambda: subject.state()[1] == "0")
+    live.snapshot(subject.pid, str(tmp_path / "core"))
+
+
+def test_process_that_is_killed_in_the_stop(run, tmp_path):
+    subject = run("signals", 400)
+    child = by_hand(subject.pid, tmp_path / "core")
+    assert wait_until(lambda: subject.state()[0] == "t" or child.poll() is not None)
+    subject.process.kill()
+    said, error = child.communicate(timeout=60)
+    assert subject.process.wait() == -signal.SIGKILL
+    assert (child.returncode, said) == (2, "")
+    assert re.fullmatch(r"live.py: process %d (was killed while it was copied|has ended)\n" % subject.pid,
+                        error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_control_c_in_the_stop(run, tmp_path):
+    subject = run("signals", 400)
+    child = by_hand(subject.pid, tmp_path / "core")
+    assert wait_until(lambda: subject.state()[0] == "t" or child.poll() is not None)
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60) == ("", "live.py: interrupted; process %d runs on\n" % subject.pid)
+    assert child.returncode == 130 and list(tmp_path.iterdir()) == []
+    assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
+
+
+def forbid_process_vm_readv():
+    """Have the kernel refuse the system call to this process, as sandboxes do."""
+    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    program = b"".join(struct.pack("<HBBI", *instruction) for instruction in [
+        (0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, refuse), (0x06, 0, 0, allow)])
+    code = ctypes.create_string_buffer(program)
+    prog = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", 4, ctypes.addressof(code)))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0                          # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(prog)), 0, 0) == 0        # PR_SET_SECCOMP
+
+
+def test_sandbox_without_process_vm_readv(run, program, tmp_path):
+    subject = run("threads")
+    number, block, size, total = subject.said
+    child = by_hand(subject.pid, tmp_path / "core", preexec_fn=forbid_process_vm_readv)
+    assert child.communicate(timeout=60)[1] == "" and child.returncode == 0
+    assert checksum(Core(tmp_path / "core").read(block, size)) == total
+    assert "$1 = %d\n" % number in gdb(program, tmp_path / "core", "print global_number")
+
+
+def test_older_kernels(run, tmp_path, monkeypatch):
+    """Requests that this kernel does not know, as an older one does not know the right ones."""
+    monkeypatch.setattr(live, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(live._PageMap, "_SCAN", 0xC06066FF)
+    subject = run("memory", tmp_path)
+    none, huge, shared, secret, file, closed, heartbeat = subject.said
+    core = Core(live.snapshot(subject.pid, str(tmp_path / "core")).path)
+    assert all(core.read(huge + (i << 30) + 12345, 4) == b"\x11\x22\x33\x44" for i in range(50))
+    assert core.read(huge + (55 << 30), PAGE) == core.read(huge + (60 << 30), PAGE) == bytes(PAGE)
+    assert core.read(shared + (100 << 20), 8192) == b"\x5a" * 8192
+    assert core.read(closed, 4096) == b"\x99" * 4096
+    assert os.stat(core.path).st_blocks * 512 < 300e6 and subject.is_running(heartbeat)
+
+
+@as_root
+def test_not_enough_space(run, tmp_path):
+    subject = run("signals", 50)
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", small]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("cannot mount")
+    try:
+        lacking = r"not enough space in .*small: .* needs 5\d\.\d MB, 8\.\d MB are free"
+        with pytest.raises(live.LiveError, match=lacking):
+            live.snapshot(subject.pid, str(small / "core"))
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+    with pytest.raises(live.LiveError, match="cannot write .*/nowhere/core: No such file or directory"):
+        live.snapshot(subject.pid, str(tmp_path / "nowhere" / "core"))
+    assert subject.is_running(subject.said[0])
+
+
+def test_by_hand(run, tmp_path):
+    subject = run("threads")
+    child = by_hand(subject.pid, tmp_path / "core")
+    said, error = child.communicate(timeout=60)
+    assert re.fullmatch(r"process %d stood still for \d+\.\d ms; 9 threads, \d+\.\d MB copied to %s\n"
+                        % (subject.pid, re.escape(str(tmp_path / "core"))), said)
+    assert (child.returncode, error) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["core"]
+    child = by_hand()
+    assert child.communicate(timeout=60) == ("", "usage: live.py PID FILE\n") and child.returncode == 2

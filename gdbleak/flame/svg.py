@@ -1,8 +1,8 @@
 """The profile as a flame graph: one SVG file that a browser opens from disk, offline.
 
 The picture stands without its script; the script adds zoom, search and the window's width. Both lay out the
-frames by the same rule: siblings side by side by name, from the parent's left edge; the room at the right is what
-is not drawn, and what the parent holds itself.
+frames by the same rule: siblings side by side by name, from the parent's left edge; the room at the right is
+what is not drawn, and what the parent holds itself.
 """
 import colorsys
 import math

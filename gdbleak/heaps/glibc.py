@@ -344,7 +344,7 @@ def _main_regions(target: Target, heap: GlibcHeap) -> list[Region]:
         regions.append(Region(start, end or base + main.system_mem, "brk", 0, overhead=start - base))
     elif base:
         mapping = target.mapping_at(base)
-        stop = mapping.end if mapping else base
+        stop = _fence_after(target, start, mapping.end) or mapping.end if mapping else base
         regions.append(Region(start, end if end and base <= top < stop else stop, "brk", 0, overhead=start - base))
     if not main.contiguous and end:
         regions += _morecore_regions(target, heap, regions, top, end)
@@ -375,29 +375,47 @@ def _morecore_regions(target: Target, heap: GlibcHeap, known: list[Region], top:
     Nothing lists them. They are taken from low to high where the chain of sizes is whole, as long as the arena's
     system_mem leaves room.
     """
-    space = target.space
     found = []
     if not any(region.start <= top < region.end for region in known):
-        start = _morecore_start(target, heap, top, end)
-        found.append(Region(start, end, "mmap", 0))
-    room = heap.arenas[0].system_mem - sum(region.end - region.start for region in found)
-    brk = [region for region in known if region.kind == "brk"]
-    room -= sum(region.end - region.start for region in brk)
+        found.append(Region(_morecore_start(target, heap, top, end), end, "mmap", 0))
+    room = heap.arenas[0].system_mem - sum(region.end - region.start + region.overhead for region in known + found)
     for mapping in target.mappings:
-        if room < 4096:
-            break
-        if not mapping.writable or mapping.path or any(r.start < mapping.end and mapping.start < r.end for r in brk):
-            continue
-        for low, high in space.present(mapping.start, mapping.end):
-            at = (low + PAGE - 1) & ~(PAGE - 1)
-            while at + 32 <= high and room >= 4096:
-                inside = next((r for r in found if r.start <= at < r.end), None)
-                stop = inside.end if inside else _fence_after(space, at, high)
-                if stop and not inside and stop - at <= room:
+        if mapping.writable and not mapping.path:
+            for at, high in _chunk_pages(target, mapping):
+                if room < PAGE:
+                    return found
+                inside = any(region.start <= at < region.end for region in known + found)
+                stop = 0 if inside else _fence_after(target, at, high)
+                if stop and stop - at <= room:
                     found.append(Region(at, stop, "mmap", 0))
                     room -= stop - at
-                at = (stop + PAGE - 1) & ~(PAGE - 1) if stop else at + PAGE
     return found
+
+
+def _chunk_pages(target: Target, mapping) -> list[tuple[int, int]]:
+    """(address, end of what is present) of the pages of a mapping that begin like a main arena's first chunk."""
+    pages = []
+    for low, high in target.space.present(mapping.start, mapping.end):
+        first = (low + PAGE - 1) & ~(PAGE - 1)
+        if high - first < PAGE:
+            continue
+        words = target.space.words_of(first, high & ~7)
+        before, heads = words[::PAGE // 8], words[1::PAGE // 8]
+        good = (before[:len(heads)] == 0) & (heads & np.uint64(15) == 1) & (heads >= 32) & (heads < high - first)
+        pages += [(first + PAGE * int(k), high) for k in np.flatnonzero(good)]
+    return pages
+
+
+def _fence_after(target: Target, at: int, high: int) -> int:
+    """Where the region of chunks that begins at page `at` ends (behind its fencepost, at a page), or 0 when it is none."""
+    room = (high - at) // 32 + 2
+    scratch = reserve(room, np.uint64), reserve(room, np.uint64), reserve(room, np.uint8)
+    buffer = _buffer(target, target.space.table([(at, high)]))
+    _, at, why = kernel.walk(*buffer, at, high, *scratch, 0, 0, room, np.zeros(2, np.uint64))
+    behind = target.word(at + 24)
+    if why != kernel.FENCE or behind is None or behind & ~7 not in (0, 16):
+        return 0
+    return at + 32 if not (at + 32) & (PAGE - 1) else 0
 
 
 def _morecore_start(target: Target, heap: GlibcHeap, top: int, end: int) -> int:
@@ -414,24 +432,6 @@ def _morecore_start(target: Target, heap: GlibcHeap, top: int, end: int) -> int:
             return start or top
         at = (start + PAGE - 1) & ~(PAGE - 1)
     return top
-
-
-def _fence_after(space, at: int, high: int) -> int:
-    """Where the region of chunks that begins at page `at` ends (behind its fencepost), or 0 when it is none."""
-    start = at
-    first = space.word(at + 8)
-    if not first & 1 or space.word(at):
-        return 0
-    while at + 16 <= high:
-        head = space.word(at + 8)
-        size = head & ~7
-        if size == 16 and at > start:
-            end = at + 32
-            return end if end <= high and not end & (PAGE - 1) and space.word(at + 24) & ~7 in (0, 16) else 0
-        if size < 32 or size & 15 or head & 6:
-            return 0
-        at += size
-    return 0
 
 
 def _heap_regions(target: Target, heap: GlibcHeap, arena: Arena) -> list[Region]:

@@ -56,8 +56,6 @@ class LeakCommand(gdb.Command):
         if words in (["--help"], ["-h"]):
             gdb.write(self.__doc__ + "\n")
             return 0
-        if self.name == "what" and len(words) > 1 and not line.lstrip().startswith("-"):
-            words = [line.strip()]   # an expression with blanks in it
         arguments = options.parser(self.name).parse_args(words)
         arguments.evaluate = _evaluate
         from ..flame import check_path, write

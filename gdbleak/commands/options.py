@@ -30,6 +30,13 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message or "")
 
 
+class _Joined(argparse.Action):
+    """An expression with blanks in it is one value."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
+
+
 def size(text: str, evaluate=None) -> int:
     """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions)."""
     match = _NUMBER.match(text.strip())
@@ -126,7 +133,7 @@ def _shm(build):
 
 
 def _what(build):
-    build.add_argument("address", help="an address, register ($rsp) or expression")
+    build.add_argument("address", nargs="+", action=_Joined, help="an address, register ($rsp) or expression")
 
 
 _ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm,

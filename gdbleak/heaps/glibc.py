@@ -687,8 +687,8 @@ class _Walk:
         struct_size = (layout[3] + 8 + 15) & ~15
         rows = np.flatnonzero((blocks.state == kernel.IN_USE) &
                               ((blocks.size == struct_size) | (blocks.size == struct_size + 16)))
-        for k in range(0, len(rows), 4096):
-            for address, entries in self._cache_candidates(blocks.address[rows[k:k + 4096]], layout):
+        for k in range(0, len(rows), 256):   # each takes eight times its size to gather
+            for address, entries in self._cache_candidates(blocks.address[rows[k:k + 256]], layout):
                 lwp = owners.get(address, 0)
                 if (entries.any() or lwp) and self._plausible_entries(entries):
                     cache = Tcache(address, lwp)

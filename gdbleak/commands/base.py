@@ -7,6 +7,7 @@ import shlex
 
 import gdb
 
+from .. import channel
 from . import options
 
 _NUMPY = "GDB's Python has no {}; run scripts/setup in gdbleak's directory, which makes .venv for it"
@@ -66,10 +67,10 @@ class LeakCommand(gdb.Command):
             check_path(flame)
         analysis = Analysis.of(debugger.current_target())
         report = importlib.import_module(f"gdbleak.reports.{self.name}").run(analysis, arguments)
-        if arguments.json != "-":
-            gdb.write(report.text())
-        if arguments.json:
-            report.write_json(arguments.json)
+        _show(report.json_text() if arguments.json == "-" else report.text())
+        if arguments.json and arguments.json != "-":
+            with open(arguments.json, "w", encoding="utf-8") as stream:
+                stream.write(report.json_text())
         if flame:
             write(report.profile, flame)
         return report.status
@@ -81,6 +82,16 @@ class LeakCommand(gdb.Command):
             typed = word if last.startswith("-") else ""
             return [flag[len(last) - len(word):] for flag in known if flag.startswith(last)] if typed else known
         return gdb.COMPLETE_EXPRESSION if self.name in ("what", "pools") else gdb.COMPLETE_FILENAME
+
+
+def _show(text: str) -> None:
+    """Print a report: to the shell command when it drives this GDB, whose own console is slow, else to GDB's console."""
+    stream = channel.output()
+    if stream is None:
+        gdb.write(text)
+    else:
+        with stream:
+            stream.write(text)
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .. import channel
 from ..kernels import chunks as kernel
 from ..target.address_space import PAGE, Absent
 from ..target.elf import Module
@@ -590,6 +591,7 @@ class _Walk:
             self.n = int(n)
             if why != kernel.BUDGET:
                 break
+            channel.progress(f"{self.n:,} blocks walked")
         if notes[0]:
             self.heap.damage.append(Damage(int(notes[1]), f"prev_size does not match the free chunk before it "
                                                           f"({int(notes[0])} such chunks in this region)"))

@@ -24,7 +24,7 @@ _REQUEST_LINE = re.compile(rb"[A-Z]{2,16} [^\x00-\x20]+( HTTP/\d(\.\d)?)?\s*$")
 
 # Which function of nginx creates pools of a kind: known from nginx's source, so inferred for a pool.
 CREATORS = {"cycle": "ngx_init_cycle", "connection": "ngx_event_accept", "request": "ngx_http_alloc_request",
-            "upstream": "ngx_event_connect_peer", "http2": "ngx_http_v2_*", "temp": "ngx_init_cycle"}
+            "upstream": "ngx_http_upstream_connect", "http2": "ngx_http_v2_*", "temp": "ngx_init_cycle"}
 
 
 @dataclass

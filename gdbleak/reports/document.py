@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass, field
 
 VERSION = 1
@@ -114,11 +113,6 @@ class Report:
     def json(self) -> list[dict]:
         return [item for item in (item.json() for item in self.items) if item is not None]
 
-    def write_json(self, path: str) -> None:
-        """Write the list of items to a file, or to standard output (`-`). Raises OSError."""
-        text = json.dumps(self.json(), indent=1, ensure_ascii=True)
-        if path == "-":
-            sys.stdout.write(text + "\n")
-        else:
-            with open(path, "w", encoding="utf-8") as stream:
-                stream.write(text + "\n")
+    def json_text(self) -> str:
+        """The list of items as JSON."""
+        return json.dumps(self.json(), indent=1, ensure_ascii=True) + "\n"

@@ -149,8 +149,8 @@ def test_damage_is_named(kind, captured, answers):
 
 
 #: Damage that mallinfo2() never looks at: it follows bk links and reads the sizes of free chunks only.
-UNSEEN = ["size_zero", "size_odd", "size_huge", "size_short", "size_thread", "bin_self", "bin_ring", "bin_wild",
-          "tcache_wild", "tcache_self", "heap_info"]
+UNSEEN = ["size_zero", "size_odd", "size_huge", "size_short", "size_thread", "bin_self", "bin_ring",
+          "bin_wild", "tcache_wild", "tcache_self", "heap_info"]
 
 
 @pytest.mark.parametrize("kind", UNSEEN)

@@ -5,6 +5,7 @@ that closes. mp_ is found near it by its own invariants. What they say is then c
 """
 from __future__ import annotations
 
+import bisect
 import re
 from dataclasses import dataclass, field
 
@@ -91,7 +92,8 @@ class GlibcHeap:
     parameters: np.void | None = None       # mp_
     parameters_at: int = 0
     arenas: list[Arena] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)     # sorted
+    region_starts: list[int] = field(default_factory=list)
     blocks: Blocks = field(default_factory=lambda: Blocks(*(np.zeros(0, t) for t in (np.uint64, np.uint64, np.uint8))))
     tcaches: list[Tcache] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
@@ -104,10 +106,8 @@ class GlibcHeap:
 
     def region_at(self, address: int) -> Region | None:
         """The region that holds `address`, or None."""
-        for region in self.regions:
-            if region.start <= address < region.end:
-                return region
-        return None
+        k = bisect.bisect_right(self.region_starts, address) - 1
+        return self.regions[k] if k >= 0 and address < self.regions[k].end else None
 
     def usable(self, row: int, region: Region | None = None) -> int:
         """Bytes of the block that are the program's: what malloc_usable_size() says. `region`: the block's, when known."""
@@ -289,8 +289,8 @@ def _parameter_score(words: np.ndarray, dtype: np.dtype, top: int, system: int) 
 
     n, most, limit = field_of("n_mmaps"), field_of("max_n_mmaps"), field_of("n_mmaps_max")
     mapped, high = field_of("mmapped_mem"), field_of("max_mmapped_mem")
-    base, page = field_of("sbrk_base"), np.uint64(PAGE - 1)
-    possible = (n <= most) & (mapped <= high) & (mapped & page == 0) & (high & page == 0)
+    base = field_of("sbrk_base")
+    possible = (n <= most) & (mapped <= high) & (mapped & np.uint64(15) == 0) & (high & np.uint64(15) == 0)
     possible &= (n == 0) == (mapped == 0)
     possible &= (most == 0) == (high == 0)
     span = np.uint64(top) - base
@@ -451,16 +451,20 @@ def _heap_regions(target: Target, heap: GlibcHeap, arena: Arena) -> list[Region]
         except Absent:
             heap.damage.append(Damage(at, f"the head of a heap of arena {arena.index} is not in the core"))
             break
-        size = int(info["size"])
+        size, previous = int(info["size"]), int(info["prev"])
         if int(info["ar_ptr"]) != arena.address or not 0 < size <= span or any(r.start <= at < r.end for r in regions):
-            heap.damage.append(Damage(at, f"no heap of arena {arena.index} lies here, though its chain of heaps says so"))
-            break
+            heap.damage.append(Damage(at, f"the head of a heap of arena {arena.index} should be here, and is not"))
+            if regions or not at < top:
+                break
+            size, previous = top + ((target.word(top + 8) or 0) & ~7) - at, 0   # the last heap ends with top
+            if not 0 < size <= span:
+                break
         start = at + info_type.itemsize
         if start <= arena.address < at + size:
             start = arena.address + heap.state.itemsize
         start = (start + 15) & ~15
         regions.append(Region(start, at + size, "heap", arena.index, overhead=start - at))
-        at = int(info["prev"])
+        at = previous
     return regions
 
 
@@ -475,14 +479,19 @@ def _mmapped_regions(target: Target, heap: GlibcHeap, taken: list[Region]) -> li
     extra = 16 if heap.release >= layouts.MMAPPED_WITHOUT_HEADER else 0
     spans = sorted((region.start, region.end) for region in taken)
     stacks = [thread.stack for thread in target.threads if thread.stack]
-    found: list[tuple[int, int, int]] = []
+    joined: list[list[int]] = []   # a chunk's mapping may have been split since, by mprotect, mlock or madvise
     for mapping in target.mappings:
-        if not mapping.writable or mapping.path or (mapping.start, mapping.end) in stacks:
+        if mapping.path or (mapping.start, mapping.end) in stacks or not mapping.readable:
             continue
-        low = mapping.start
-        for start, end in spans + [(mapping.end, mapping.end)]:
-            if low < start and low < mapping.end:
-                found += _mmapped_candidates(target.space, low, min(start, mapping.end), extra)
+        if joined and joined[-1][1] == mapping.start:
+            joined[-1][1] = mapping.end
+        else:
+            joined.append([mapping.start, mapping.end])
+    found: list[tuple[int, int, int]] = []
+    for low, high in joined:
+        for start, end in spans + [(high, high)]:
+            if low < start and low < high:
+                found += _mmapped_candidates(target.space, low, min(start, high), extra)
             low = max(low, end)
     regions: list[Region] = []
     last = 0
@@ -555,6 +564,7 @@ class _Walk:
                 self._region(region)
             region.last = self.n
         self.heap.regions = self.regions
+        self.heap.region_starts = [region.start for region in self.regions]
         self.heap.blocks = Blocks(self.address[:self.n], self.size[:self.n], self.state[:self.n])
         for arena in self.heap.arenas:
             self._free_lists(arena)
@@ -645,22 +655,23 @@ class _Walk:
                 arena.fast_blocks += int(count)
                 arena.fast_bytes += int(total)
                 self._complain(why, where, holder, f"fastbin {k} of arena {arena.index}")
-        bins_at = arena.address + heap.state.fields["bins"][1]
+        bins_at, whole = arena.address + heap.state.fields["bins"][1], True
         for k in range(layouts.NBINS // 2):
             head = bins_at + 16 * k - 16
             if int(arena.fields["bins"][2 * k]) == head:
                 continue
-            count, total, why, where, holder = kernel.follow_bin(*self.buffer_with(head), np.uint64(head), blocks.address, blocks.size,
-                                                         blocks.state, 0, last, last + 1)
+            count, total, why, where, holder = kernel.follow_bin(*self.buffer_with(head), head, arena.system_mem // 32)
             arena.bin_blocks += int(count)
             arena.bin_bytes += int(total)
+            whole &= why == kernel.END
             self._complain(why, where, holder + 16 if holder != head else 0, f"bin {k + 1} of arena {arena.index}")
         free = [self._free_of(region) for region in self.regions if region.arena == arena.index and region.kind != "mmapped"]
         walked, walked_bytes = (sum(column) for column in zip(*free)) if free else (0, 0)
         if walked != arena.bin_blocks:
-            heap.notes.append(f"arena {arena.index}: its bins list {arena.bin_blocks:,} free chunks, the walk finds {walked:,}: the walk's "
-                              "count is used")
-            arena.bin_blocks, arena.bin_bytes = walked, walked_bytes
+            heap.notes.append(f"arena {arena.index}: its bins list {arena.bin_blocks:,} free chunks, the walk finds {walked:,}"
+                              + ("" if whole else ": the walk's count is used"))
+            if not whole:
+                arena.bin_blocks, arena.bin_bytes = walked, walked_bytes
 
     def buffer_with(self, head: int):
         """The buffer with the arena's own bins readable, which on a process read on demand may not be there yet."""

@@ -16,7 +16,7 @@ IN_USE, FREE, FASTBIN, TCACHED, TOP = 1, 2, 3, 4, 5
 END, BUDGET, BAD_SIZE, ABSENT, FENCE, LOOP, STRAY = 0, 1, 2, 3, 4, 5, 6
 
 _U3, _U7, _U8, _U15, _U16, _U32 = (np.uint64(k) for k in (3, 7, 8, 15, 16, 32))
-_ONE, _ZERO, _TWELVE = np.uint64(1), np.uint64(0), np.uint64(12)
+_ZERO, _ONE, _TWO, _THREE, _TWELVE = (np.uint64(k) for k in (0, 1, 2, 3, 12))
 _NOT7 = np.uint64(0xfffffffffffffff8)
 
 
@@ -185,66 +185,60 @@ def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, prot
     return count, total, END, _ZERO, _ZERO
 
 
-def _bin_array(words, starts, ends, offsets, head, address, size, state, first, last, limit):
+def _bin_array(words, starts, ends, offsets, head, limit):
     memory = memoryview(words)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
 
     def place(chunk):
-        k = bisect.bisect_right(starts, chunk + 16) - 1
-        return (offsets[k] + chunk + 16 - starts[k]) >> 3 if k >= 0 and chunk + 32 <= ends[k] else -1
+        k = bisect.bisect_right(starts, chunk) - 1
+        return (offsets[k] + chunk - starts[k]) >> 3 if k >= 0 and chunk + 32 <= ends[k] and not chunk & 15 else -1
 
     head, previous, count, total = int(head), int(head), 0, 0
     at = place(head)
     if at < 0:
         return 0, 0, ABSENT, head, head
-    chunk = memory[at]
+    chunk = memory[at + 2]
     while chunk != head:
         if count >= limit:
             return count, total, LOOP, chunk, previous
-        row = int(np.searchsorted(address[first:last], np.uint64((chunk + 16) & (1 << 64) - 1))) + first
-        if row >= last or int(address[row]) != chunk + 16 or state[row] != FREE:
-            return count, total, STRAY, chunk, previous
         at = place(chunk)
         if at < 0:
-            return count, total, ABSENT, chunk, previous
-        if memory[at + 1] != previous:
+            return count, total, STRAY, chunk, previous
+        length = memory[at + 1] & ~7
+        if memory[at + 3] != previous or length < 32 or length & 15:
             return count, total, LOOP, chunk, previous
         count += 1
-        total += int(size[row])
-        previous, chunk = chunk, memory[at]
+        total += length
+        previous, chunk = chunk, memory[at + 2]
     return count, total, END, 0, 0
 
 
 @kernel(_bin_array)
-def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, address: U64s, size: U64s, state: U8s,
-               first: I64, last: I64, limit: I64):
-    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong,
-    the chunk before).
+def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, limit: I64):
+    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong, the chunk before).
 
-    Every member must be a FREE row and its `bk` must name the one before: else LOOP or STRAY, with the chunk's address.
+    Every member must be readable, of a possible size, and its `bk` must name the one before: else STRAY or LOOP.
     """
     previous = head
     count, total = 0, 0
-    k = _piece(starts, ends, head + _U16)
+    k = _piece(starts, ends, head)
     if k < 0 or head + _U32 > ends[k]:
         return count, total, ABSENT, head, head
-    chunk = words[(offsets[k] + head + _U16 - starts[k]) >> _U3]
+    chunk = words[((offsets[k] + head - starts[k]) >> _U3) + _TWO]
     while chunk != head:
         if count >= limit:
             return count, total, LOOP, chunk, previous
-        row = _row(address, first, last, chunk + _U16)
-        if row < 0 or state[row] != FREE:
+        k = _piece(starts, ends, chunk)
+        if k < 0 or chunk > ends[k] - _U32 or (chunk & _U15) != _ZERO:
             return count, total, STRAY, chunk, previous
-        k = _piece(starts, ends, chunk + _U16)
-        if k < 0 or chunk + _U32 > ends[k]:
-            return count, total, ABSENT, chunk, previous
-        at = (offsets[k] + chunk + _U16 - starts[k]) >> _U3
-        if words[at + _ONE] != previous:
+        at = (offsets[k] + chunk - starts[k]) >> _U3
+        length = words[at + _ONE] & _NOT7
+        if words[at + _THREE] != previous or length < _U32 or (length & _U15) != _ZERO:
             return count, total, LOOP, chunk, previous
         count += 1
-        total += np.int64(size[row])
+        total += np.int64(length)
         previous = chunk
-        chunk = words[at]
+        chunk = words[at + _TWO]
     return count, total, END, _ZERO, _ZERO
 
 

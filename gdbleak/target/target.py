@@ -30,6 +30,10 @@ class Mapping:
         return self.end - self.start
 
     @property
+    def readable(self) -> bool:
+        return "r" in self.perms
+
+    @property
     def writable(self) -> bool:
         return "w" in self.perms
 

@@ -554,6 +554,7 @@ def test_death_of_the_snapshot_in_the_stop_leaves_the_target_running(run, tmp_pa
         if killed_in_stop == 5:
             break
     assert killed_in_stop == 5
+    assert wait_until(lambda: int(subject.ask()[0]) >= sent)    # on a busy machine the last are still under way
     assert int(subject.ask()[0]) == sent
 
 

@@ -112,7 +112,9 @@ class GlibcHeap:
     def usable(self, row: int, region: Region | None = None) -> int:
         """Bytes of the block that are the program's: what malloc_usable_size() says. `region`: the block's, when known."""
         region = region or self.region_at(int(self.blocks.address[row]) - 16)
-        return int(self.blocks.size[row]) - (16 if region and region.kind == "mmapped" else 8)
+        if region is None or region.kind != "mmapped":
+            return int(self.blocks.size[row]) - 8
+        return int(self.blocks.size[row]) - (24 if self.release >= layouts.MMAPPED_WITHOUT_HEADER else 16)
 
     def metadata(self) -> list[int]:
         """User addresses of the blocks that are the allocator's own: the thread caches' structs."""
@@ -291,7 +293,7 @@ def _parameter_score(words: np.ndarray, dtype: np.dtype, top: int, system: int) 
     mapped, high = field_of("mmapped_mem"), field_of("max_mmapped_mem")
     base = field_of("sbrk_base")
     possible = (n <= most) & (mapped <= high) & (mapped & np.uint64(15) == 0) & (high & np.uint64(15) == 0)
-    possible &= (n == 0) == (mapped == 0)
+    possible &= (n == 0) | (mapped != 0)       # 2.43 does not come back to 0: its mremap counts 16 bytes too many
     possible &= (most == 0) == (high == 0)
     span = np.uint64(top) - base
     holds = (base != 0) & (base <= np.uint64(top)) & (span < np.uint64(max(system, 1)))
@@ -616,11 +618,19 @@ class _Walk:
             region.overhead += 32
             region.foreign.append((past, going_on))
             return going_on
+        if self.n > first and why == kernel.BAD_SIZE:   # its "previous in use" bit is damaged as well: ask the bins
+            linked = self._is_linked(int(self.address[self.n - 1]))
+            self.state[self.n - 1] = kernel.FREE if linked else kernel.IN_USE
         region.damaged.append((at, going_on))
         what = ("memory is missing from the core" if why == kernel.ABSENT else
                 f"the size {self._word(at + 8):#x} of this chunk cannot be")
         self.heap.damage.append(Damage(at, f"{what}; {going_on - at:,} bytes up to {going_on:#x} are not walked", last_good))
         return going_on
+
+    def _is_linked(self, user: int) -> bool:
+        """Whether the chunk's first two words are the links of a bin: both neighbours point back."""
+        forward, back = self._word(user), self._word(user + 8)
+        return self._word(forward + 24) == user - 16 and self._word(back + 16) == user - 16
 
     def _word(self, address: int) -> int:
         return self.target.word(address) or 0

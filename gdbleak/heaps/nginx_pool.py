@@ -142,7 +142,7 @@ class Nginx:
             return CREATORS[kind], False
         handler = int(self.table[number, kernel.HANDLER])
         if handler:
-            return f"near {self.target.name_of(handler) or 'unknown code'}, its cleanup", False
+            return f"near its cleanup {self.target.name_of(handler) or 'in unknown code'}", False
         if self._is_request(address + self.header, address):
             return "ngx_http_alloc_request", False
         return "unknown", False

@@ -454,7 +454,7 @@ def _arenas(heaps: list[GlibcHeap], parts: list[Part], top: int) -> Table:
 
 def _profile(target: Target, accounts) -> Profile:
     profile = Profile(f"Memory of {target.command_name()} (pid {target.source.pid})",
-                      "width: bytes of address space by mapping, owner and state (threads: inferred)")
+                      "Address space by mapping, owner and state (measured; extents of stacks inferred)")
     for mapping, parts in accounts:
         name = mapping.path or ("[heap]" if _is_brk(parts) else "[anonymous]")
         for part in parts:

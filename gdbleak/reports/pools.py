@@ -13,7 +13,7 @@ from ..kernels import chunks, pools as kernel
 from ..target.address_space import Absent
 from ..target.target import TargetError
 from .analysis import Analysis
-from .document import Report, Table, printable, share
+from .document import Report, Table, printable, share, size_name
 
 UNREACHED = KINDS.index("unreached")
 
@@ -70,8 +70,22 @@ def _totals(report: Report, analysis: Analysis, nginx: Nginx, kinds: np.ndarray)
         report.say(f"{number:,} pools ({lost:,} bytes, {share(lost, total)} of all pools) are unreached: no connection, request, upstream, HTTP/2 "
                    "stream or cycle leads to them. Forgotten pools look so; so do those that only a module's own structures know "
                    "(e.g. the lua module's timers and regexes)")
+    _outside(report, analysis, nginx)
     report.totals(pools=len(kinds), bytes=total, unreached_pools=number, unreached_bytes=lost, in_use_bytes=in_use,
                   connections=nginx.connections, by_kind={name: int((kinds == code).sum()) for code, name in enumerate(KINDS)})
+
+
+def _outside(report: Report, analysis: Analysis, nginx: Nginx) -> None:
+    """Say how much of the in-use memory is in no pool, and which size class holds most of it: forgotten blocks look so, too."""
+    counts, totals = np.zeros(512, np.int64), np.zeros(512, np.int64)
+    for heap, (_, owner) in zip(analysis.glibc, nginx.owners):
+        alone = (owner == 0) & (heap.blocks.state == chunks.IN_USE)
+        chunks.histogram(heap.blocks.size[alone], heap.blocks.state[alone], counts, totals)
+    if counts.any():
+        most = int(np.argmax(totals))
+        low, high = size_name(1 << most // 8), size_name(2 << most // 8)
+        report.say(f"{int(totals.sum()):,} bytes in use are in no pool ({int(counts.sum()):,} blocks); the largest part: "
+                   f"{int(counts[most]):,} blocks of {low}-{high}, {int(totals[most]):,} bytes (leak-blocks --size {low}-{high})")
 
 
 def _summary(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Table:
@@ -219,7 +233,7 @@ def _profile(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Profile:
     """cycle -> listener -> connection -> request -> pool -> small / large; unreached pools by who made them."""
     target = nginx.target
     profile = Profile(f"nginx pools of {target.command_name()} (pid {target.source.pid})",
-                      "width: bytes of malloc chunks that pools hold, each pool under what it serves; small: pool blocks, large: "
+                      "Malloc chunks that pools hold, each pool under what it serves; small: pool blocks, large: "
                       "allocations of their own (sizes measured, creators inferred unless the pool names them)")
     first, group = nginx.groups(kinds)
     unreached: dict[int, list[str]] = {}

@@ -76,7 +76,7 @@ def _exact(slices, top: int) -> Table:
 
 def _profile(analysis: Analysis, slices) -> Profile:
     profile = Profile(f"Block sizes of {analysis.target.command_name()} (pid {analysis.target.source.pid})",
-                      "width: bytes of malloc chunks, headers included, by arena, state and size class (measured)")
+                      "Malloc chunks, headers included, by arena, state and size class (measured)")
     for part in slices:
         counts, totals = _histogram([part])
         for k, state in zip(*np.nonzero(counts)):

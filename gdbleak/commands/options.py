@@ -67,8 +67,7 @@ def parser(name: str, shell: bool = False) -> argparse.ArgumentParser:
     Raises UsageError in the place of exiting.
     """
     prog = f"gdbleak {name}" if shell else f"leak-{name}"
-    build = _Parser(prog=prog, description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".", add_help=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    build = _Parser(prog=prog, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     build.help_command = f"{prog} --help" if shell else f"help {prog}"
     _ADD[name](build)
     build.add_argument("--json", metavar="FILE", help="also write the report as JSON (- is standard output, in place of the text)")

@@ -63,7 +63,7 @@ class Pool:
     def describe(self) -> str:
         """One line about the pool."""
         how = "" if self.creator_known else ", inferred"
-        return (f"nginx pool {self.address:#x} ({self.kind}; created by {self.creator}{how}): {self.bytes:,} bytes in "
+        return (f"nginx pool {self.address:#x} ({self.kind}; creator: {self.creator}{how}): {self.bytes:,} bytes in "
                 f"{self.blocks:,} blocks and {self.large:,} large allocations")
 
 

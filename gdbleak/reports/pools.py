@@ -103,7 +103,7 @@ def _summary(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Table:
             merged[key] = merged.get(key, 0) + row
     rows = [[*key, int(row[0]), int(row[1] + row[5]), *(int(value) for value in row[2:])] for key, row in merged.items()]
     rows.sort(key=lambda row: -row[4])
-    header = ["kind", "created by", "size", "pools", "bytes", "used", "unused", "large", "large bytes"]
+    header = ["kind", "creator", "size", "pools", "bytes", "used", "unused", "large", "large bytes"]
     return Table(header, rows, "pools by kind and creator (bytes: malloc chunks, headers included)", (0, 1))
 
 

@@ -1,0 +1,79 @@
+"""Walking the chunks of one segment of LuaJIT's allocator."""
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from . import helper, kernel
+
+_U3, _U4, _U8, _U16, _U32, _FENCE = (np.uint64(k) for k in (3, 4, 8, 16, 32, 0xb))
+_ONE, _TWO, _ZERO = np.uint64(1), np.uint64(2), np.uint64(0)
+_NOT3 = np.uint64(0xfffffffffffffffc)
+DONE, BROKEN = 0, 1
+
+
+@helper
+def _piece(starts, ends, address):
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) >> 1
+        if starts[middle] <= address:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0 or address >= ends[low - 1]:
+        return -1
+    return low - 1
+
+
+def _walk_array(words, starts, ends, offsets, start, stop, top):
+    memory = memoryview(words)
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    p, top, stop = int(start), int(top), int(stop)
+    used = used_bytes = free = free_bytes = 0
+    while p < stop:
+        if p == top:
+            return used, used_bytes, free, free_bytes, p, DONE
+        k = bisect.bisect_right(starts, p) - 1
+        if k < 0 or p + 16 > ends[k]:
+            return used, used_bytes, free, free_bytes, p, BROKEN
+        head = memory[((offsets[k] + p - starts[k]) >> 3) + 1]
+        if head == 0xb:
+            return used, used_bytes, free, free_bytes, p, DONE
+        size = head & ~3
+        if size < 32 or size & 7 or size > stop - p:
+            return used, used_bytes, free, free_bytes, p, BROKEN
+        if head & 2:
+            used, used_bytes = used + 1, used_bytes + size
+        else:
+            free, free_bytes = free + 1, free_bytes + size
+        p += size
+    return used, used_bytes, free, free_bytes, p, DONE
+
+
+@kernel(_walk_array)
+def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, top: U64):
+    """Walk the chunks of [start, stop) up to `top` or the fencepost; (in use, their bytes, free, their bytes, where it ended, why)."""
+    used, used_bytes, free, free_bytes = 0, 0, 0, 0
+    p = start
+    while p < stop:
+        if p == top:
+            return used, used_bytes, free, free_bytes, p, DONE
+        k = _piece(starts, ends, p)
+        if k < 0 or p + _U16 > ends[k]:
+            return used, used_bytes, free, free_bytes, p, BROKEN
+        head = words[((offsets[k] + p - starts[k]) >> _U3) + _ONE]
+        if head == _FENCE:
+            return used, used_bytes, free, free_bytes, p, DONE
+        size = head & _NOT3
+        if size < _U32 or (size & (_U8 - _ONE)) != _ZERO or size > stop - p:
+            return used, used_bytes, free, free_bytes, p, BROKEN
+        if head & _TWO:
+            used += 1
+            used_bytes += np.int64(size)
+        else:
+            free += 1
+            free_bytes += np.int64(size)
+        p += size
+    return used, used_bytes, free, free_bytes, p, DONE

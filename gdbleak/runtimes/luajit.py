@@ -1,0 +1,375 @@
+"""LuaJIT: every VM of the target, all its collectable objects with the sizes it accounts, and what refers to what.
+
+A VM is found by its shape: the main lua_State lies in front of its global_State and the two point to each other. Which release and
+which reference size it is follows from where they do; the sum over all objects must then equal the VM's own g->gc.total.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+
+import numpy as np
+
+from .. import channel
+from ..heaps import lj_alloc
+from ..heaps.blocks import Check, reserve
+from ..heaps.glibc import GlibcHeap
+from ..kernels import luajit as kernel
+from ..target.address_space import Absent
+from ..target.target import Target
+from . import luajit_layouts as layouts
+
+TILE = 200_000
+GC_STATES = ("pause", "propagate", "atomic", "sweep strings", "sweep", "finalize")
+# CTState by family (LP64, whatever the reference size): the rolling releases keep fewer registers for callbacks.
+_CTSTATE = [dict(sizeof=520, top=8, sizetab=12, finalizer=32, callback_ids=248)] * 5 + \
+    [dict(sizeof=472, top=8, sizetab=12, finalizer=32, callback_ids=200)] * 3
+_CTYPE_SIZE = {True: 24, False: 16}
+_MM_MODE = 3                                         # MM_mode: gcroot[3] is the string "__mode"
+_GCROOT_MOST = 39
+
+
+@dataclass
+class Objects:
+    """Rows of all collectable objects: `address` (int64), `size` (int64, as LuaJIT accounts), `kind`, `marked` (uint8)."""
+
+    address: np.ndarray
+    size: np.ndarray
+    kind: np.ndarray
+    marked: np.ndarray
+    slots: np.ndarray                                 # hash table: address -> row
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+    def row_of(self, address: int) -> int:
+        """The row of the object that begins at `address`, or -1."""
+        found = np.flatnonzero(self.address == address)
+        return int(found[0]) if len(found) else -1
+
+
+@dataclass
+class VM:
+    """One Lua state: `main` is the address of its main lua_State, `g` of its global_State."""
+
+    target: Target
+    main: int
+    g: int
+    layout: SimpleNamespace
+    found_by: str
+    notes: list[str] = field(default_factory=list)
+    string_buckets: int = 0
+    string_buckets_used: int = 0
+
+    # -- reading ----------------------------------------------------------------------------------------------------------
+    def u32(self, address: int) -> int:
+        """Raises Absent."""
+        return int.from_bytes(self.target.space.read(address, 4), "little")
+
+    def u8(self, address: int) -> int:
+        """Raises Absent."""
+        return self.target.space.read(address, 1)[0]
+
+    def ref(self, address: int) -> int:
+        """The reference (GCRef, MRef) at `address`. Raises Absent."""
+        return self.target.space.word(address) if self.layout.gc64 else self.u32(address)
+
+    def object_in(self, value: int) -> tuple[int, int]:
+        """(type, address) of the object that a TValue refers to; (0, 0) when it is none."""
+        value = value - (1 << 64) if value >> 63 else value
+        tag = ~(value >> (47 if self.layout.gc64 else 32))
+        if kernel.STR <= tag <= kernel.UDATA:
+            return tag, value & ((1 << 47) - 1 if self.layout.gc64 else 0xffffffff)
+        return 0, 0
+
+    def string(self, address: int, limit: int = 4096) -> bytes:
+        """The text of the GCstr at `address`, cut at `limit`. Raises Absent."""
+        length = self.u32(address + self.layout.GCstr_len)
+        return self.target.space.read(address + self.layout.GCstr_sizeof, min(length, limit))
+
+    # -- what every runtime answers ----------------------------------------------------------------------------------------
+    @cached_property
+    def total(self) -> int:
+        """g->gc.total, LuaJIT's own counter."""
+        at = self.g + self.layout.g_gc
+        return self.target.space.word(at) if self.layout.gc64 else self.u32(at)
+
+    @cached_property
+    def state(self) -> str:
+        """What the collector was doing."""
+        number = self.u8(self.g + self.layout.g_gc + self.layout.GCState_state)
+        return GC_STATES[number] if number < len(GC_STATES) else f"unknown ({number})"
+
+    @cached_property
+    def allocator(self) -> lj_alloc.LjAlloc | None:
+        """LuaJIT's own allocator, None when the objects are malloc blocks (LUAJIT_USE_SYSMALLOC)."""
+        try:
+            allocd = self.target.space.word(self.g + self.layout.g_allocd)
+        except Absent:
+            return None
+        heap = lj_alloc.read(self.target, allocd) if allocd else None
+        return heap
+
+    @cached_property
+    def objects(self) -> Objects:
+        """All collectable objects, dead ones included."""
+        return _List(self).run()
+
+    @cached_property
+    def buffers(self) -> dict[str, int]:
+        """What gc.total counts besides objects, by name, in bytes."""
+        return _buffers(self)
+
+    @cached_property
+    def accounted(self) -> int:
+        """Our sum for gc.total."""
+        return int(self.objects.size.sum()) + sum(self.buffers.values())
+
+    def check(self) -> Check:
+        """Our sum against g->gc.total."""
+        return Check("gc.total", self.accounted, self.total)
+
+    @cached_property
+    def graph(self):
+        """The references between the objects, `graph.Graph`, with the roots."""
+        return _Graph(self).run()
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------------
+def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
+    """Every VM of the target, by the shape of GG_State at the beginning of an mspace or of a malloc block."""
+    found: dict[int, VM] = {}
+    for candidates, how in ((_in_mappings(target), "the shape of its GG_State in an mspace"),
+                            (_in_blocks(heaps), "the shape of its GG_State in a malloc block")):
+        for main in _plausible(target, candidates):
+            vm = None if main in found else _vm_at(target, main, how)
+            if vm is not None:
+                found[main] = vm
+    return [found[main] for main in sorted(found)]
+
+
+def _in_mappings(target: Target) -> np.ndarray:
+    """Where a GG_State can lie at the beginning of an mspace: each page of anonymous memory, behind its malloc_state."""
+    pages = []
+    for mapping in target.mappings:
+        if mapping.writable and (not mapping.path or mapping.path.startswith("[")):
+            for low, high in target.space.present(mapping.start, mapping.end):
+                pages.append(np.arange((low + 4095) & ~4095, high - 4096 + 1, 4096, dtype=np.uint64))
+    if not pages:
+        return np.zeros(0, np.uint64)
+    return (np.concatenate(pages)[:, None] + np.arange(0x370, 0x3a1, 16, dtype=np.uint64)).reshape(-1)
+
+
+def _in_blocks(heaps: list[GlibcHeap]) -> np.ndarray:
+    found = [heap.blocks.address[(heap.blocks.size > 5300) & (heap.blocks.size < 6500)] for heap in heaps]
+    return np.concatenate(found) if found else np.zeros(0, np.uint64)
+
+
+def _plausible(target: Target, candidates: np.ndarray) -> list[int]:
+    """Those candidates at which a lua_State names a global_State that lies right behind it."""
+    found: set[int] = set()
+    for k in range(0, len(candidates), 1 << 18):
+        part = candidates[k:k + (1 << 18)]
+        refs, _ = target.space.gather(part + np.uint64(16), np.uint64)
+        distance = refs - part
+        found |= set(part[(distance >= 96) & (distance <= 160)].tolist())
+        low = part[part < np.uint64(1 << 32)]
+        if len(low):
+            refs, _ = target.space.gather(low + np.uint64(8), np.uint32)
+            distance = refs.astype(np.uint64) - low
+            found |= set(low[(distance >= 64) & (distance <= 112)].tolist())
+    return sorted(found)
+
+
+def _vm_at(target: Target, main: int, how: str) -> VM | None:
+    """The VM whose main lua_State is at `main`, with the layout that fits it; None when none does."""
+    best = None
+    for gc64 in (True, False):
+        for family in range(len(layouts.FAMILIES)):
+            layout = layouts.layout(family, gc64)
+            score = _fits(target, main, layout)
+            if score and (best is None or score > best[0]):
+                best = score, layout
+    if best is None:
+        return None
+    return VM(target, main, main + best[1].L_sizeof, best[1], how)
+
+
+def _fits(target: Target, main: int, layout: SimpleNamespace) -> int:
+    """How well a layout fits the VM at `main`; 0: not at all."""
+    vm = VM(target, main, main + layout.L_sizeof, layout, "")
+    try:
+        if vm.ref(main + layout.L_glref) != vm.g or vm.ref(vm.g + layout.g_mainthref) != main:
+            return 0
+        if vm.u8(main + layout.ref + 1) != kernel.THREAD or vm.u8(vm.g + layout.g_gc + layout.GCState_state) > 5:
+            return 0
+        head = vm.g + layout.g_uvhead
+        ring = head + (16 if layout.gc64 else 8)          # GCupval.prev, .next of the ring of open upvalues
+        following = vm.ref(ring + layout.ref)
+        back = vm.ref(following + (16 if layout.gc64 else 8)) if following else 0
+        score = 1 + 2 * (back == head)
+        running = vm.ref(vm.g + layout.g_cur_L)
+        score += running != 0 and vm.u8(running + layout.ref + 1) == kernel.THREAD
+        dispatch = main + layout.GG_dispatch
+        score += 2 * (_is_code(target, target.word(dispatch)) and not _is_code(target, target.word(dispatch - 8)))
+        if layout.g_str >= 0:
+            mask = vm.u32(vm.g + layout.g_str + 8)
+        else:
+            mask = vm.u32(vm.g + layout.g_strmask)
+        score += mask & (mask + 1) == 0 and mask >= 255
+        return score
+    except Absent:
+        return 0
+
+
+def _is_code(target: Target, address: int | None) -> bool:
+    mapping = target.mapping_at(address) if address else None
+    return mapping is not None and "x" in mapping.perms
+
+
+# -- listing --------------------------------------------------------------------------------------------------------------------
+class _List:
+    """One pass over a VM's lists of objects."""
+
+    def __init__(self, vm: VM):
+        self.vm, self.layout = vm, vm.layout
+        room = max(vm.total // 16, 1 << 16) + (1 << 16) if vm.total < 1 << 40 else 1 << 24
+        self.address, self.size = reserve(room, np.int64), reserve(room, np.int64)
+        self.kind, self.marked = reserve(room, np.uint8), reserve(room, np.uint8)
+        self.n = 0
+
+    def run(self) -> Objects:
+        vm = self.vm
+        self.buffer = buffer_of(vm)
+        self._strings()
+        self._list(vm.g + self.layout.g_gc + self.layout.GCState_root, "the list of objects")
+        self._finalizable()
+        n = self.n
+        slots = np.full(1 << max(int(2 * n).bit_length(), 8), -1, np.int32)
+        twice = kernel.index(self.address, n, slots)
+        if twice:
+            vm.notes.append(f"{twice:,} objects are listed twice: the lists of objects are damaged")
+        return Objects(self.address[:n], self.size[:n], self.kind[:n], self.marked[:n], slots)
+
+    def _list(self, head: int, name: str) -> None:
+        vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
+        o, f, types = vm.ref(head), vector(vm), ctype_sizes(vm)
+        while True:
+            self.n, o, why = kernel.objects(*self.buffer, f, types, o, vm.main, TILE, *rows, self.n)
+            if why != kernel.BUDGET or self.n >= len(self.address) - 1:
+                break
+            channel.progress(f"{self.n:,} Lua objects listed")
+        if why:
+            what = {kernel.BAD: "what is no object", kernel.ABSENT: "memory that is not in the core",
+                    kernel.BUDGET: "more objects than can be (is it a ring?)"}[why]
+            vm.notes.append(f"{name} ends early: at {o:#x} it leads to {what}")
+
+    def _strings(self) -> None:
+        vm, layout = self.vm, self.layout
+        if layout.g_str >= 0:
+            table, mask = vm.ref(vm.g + layout.g_str), vm.u32(vm.g + layout.g_str + 8)
+        else:
+            table, mask = vm.ref(vm.g + layout.g_strhash), vm.u32(vm.g + layout.g_strmask)
+        if mask >= 1 << 28 or mask & (mask + 1):
+            vm.notes.append(f"the string table's mask {mask:#x} cannot be: no strings are listed")
+            return
+        self.n, used, bad = kernel.strings(*self.buffer, vector(vm), table, mask + 1, self.address, self.size, self.kind, self.marked,
+                                           self.n)
+        vm.string_buckets, vm.string_buckets_used = mask + 1, used
+        if bad:
+            vm.notes.append(f"{bad:,} chains of the string table lead to what is no string, or out of the core")
+
+    def _finalizable(self) -> None:
+        """Userdata that wait for their finalizer are on a ring of their own."""
+        vm, layout = self.vm, self.layout
+        try:
+            last = o = vm.ref(vm.g + layout.g_gc + layout.GCState_mmudata)
+            while o:
+                kind, size = vm.u8(o + layout.ref + 1), 0
+                if kind == kernel.UDATA:
+                    size = layout.GCudata_sizeof + vm.u32(o + layout.GCudata_len)
+                elif kind == kernel.CDATA:
+                    size = layout.GCcdata_sizeof + int(ctype_sizes(vm)[int.from_bytes(
+                        vm.target.space.read(o + layout.GCcdata_ctypeid, 2), "little")])
+                row = self.n
+                self.address[row], self.size[row], self.kind[row] = o, size, kind
+                self.marked[row] = vm.u8(o + layout.ref)
+                self.n += 1
+                o = vm.ref(o)
+                if o == last:
+                    break
+        except (Absent, IndexError):
+            vm.notes.append("the ring of userdata to be finalized is damaged")
+
+
+def buffer_of(vm: VM):
+    """(bytes, halves, words, starts, ends, offsets) for the kernels."""
+    space = vm.target.space
+    ranges = [(m.start, m.end) for m in vm.target.mappings if m.writable and (not m.path or m.path.startswith("["))]
+    table = space.table(ranges)
+    signed = (table.starts.view(np.int64), table.ends.view(np.int64), table.offsets.view(np.int64))
+    return (space.bytes, space.words.view(np.int32), space.words.view(np.int64), *signed)
+
+
+def vector(vm: VM) -> np.ndarray:
+    """The layout as the kernels take it."""
+    return np.array([int(getattr(vm.layout, name)) for name in kernel.FIELDS], np.int64)
+
+
+def ctype_state(vm: VM) -> int:
+    """Address of the CTState, 0 when the FFI was never used."""
+    return vm.ref(vm.g + vm.layout.g_ctype_state)
+
+
+def ctype_sizes(vm: VM) -> np.ndarray:
+    """The size of each C type by its number (int64), attributes resolved; of what has no size that of a pointer."""
+    cached = vm.__dict__.get("_ctype_sizes")
+    if cached is None:
+        cached = vm.__dict__["_ctype_sizes"] = _ctype_sizes(vm)
+    return cached
+
+
+def _ctype_sizes(vm: VM) -> np.ndarray:
+    try:
+        state = ctype_state(vm)
+        if not state:
+            return np.zeros(0, np.int64)
+        table, top = vm.target.space.word(state), vm.u32(state + _CTSTATE[vm.layout.family]["top"])
+        step = _CTYPE_SIZE[vm.layout.gc64]
+        raw = np.frombuffer(vm.target.space.read(table, min(top, 1 << 16) * step), np.uint8).reshape(-1, step)
+    except Absent:
+        return np.zeros(0, np.int64)
+    info = np.ascontiguousarray(raw[:, 0:4]).view(np.uint32)[:, 0].astype(np.int64)
+    size = np.ascontiguousarray(raw[:, 4:8]).view(np.uint32)[:, 0].astype(np.int64)
+    number = np.arange(len(info))
+    for _ in range(32):                                # attributes (type 8) lead to the type they qualify
+        attribute = info[number] >> 28 == 8
+        if not attribute.any():
+            break
+        number = np.where(attribute, np.minimum(info[number] & 0xffff, len(info) - 1), number)
+    return np.where(info[number] >> 28 <= 5, size[number], 8)
+
+
+def _buffers(vm: VM) -> dict[str, int]:
+    """The parts of gc.total that are no objects. Raises Absent when the VM's own structures are not there."""
+    layout, g, space = vm.layout, vm.g, vm.target.space
+    jit = vm.main + layout.GG_J
+    parts = {"GG_State": layout.GG_sizeof, "string table": layout.ref * vm.string_buckets}
+    begin, end = vm.ref(g + layout.g_tmpbuf + layout.SBuf_b), vm.ref(g + layout.g_tmpbuf + layout.SBuf_e)
+    parts["temporary buffer"] = max(0, end - begin)
+    parts["trace table"] = layout.ref * vm.u32(jit + layout.J_sizetrace)
+    parts["snapshot buffers"] = layout.SnapShot_sizeof * vm.u32(jit + layout.J_sizesnap) + 4 * vm.u32(jit + layout.J_sizesnapmap)
+    parts["IR buffer"] = 8 * (vm.u32(jit + layout.J_irtoplim) - vm.u32(jit + layout.J_irbotlim))
+    state = ctype_state(vm)
+    if state:
+        fields = _CTSTATE[layout.family]
+        parts["C types"] = (fields["sizeof"] + _CTYPE_SIZE[layout.gc64] * vm.u32(state + fields["sizetab"])
+                            + 2 * vm.u32(state + fields["callback_ids"]))
+    if layout.GCState_lightudseg >= 0:
+        at = g + layout.g_gc
+        if vm.ref(at + layout.GCState_lightudseg):
+            number = vm.u8(at + layout.GCState_lightudnum)
+            parts["light userdata segments"] = 4 * (2 << (number.bit_length() - 1) if number else 2)
+    return parts
+

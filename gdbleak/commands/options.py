@@ -11,6 +11,8 @@ COMMANDS = {
     "blocks": "list malloc blocks by size, state and arena, with their contents on request",
     "pools": "nginx memory pools: by kind and creator, the largest, those that nothing reaches",
     "shm": "nginx shared memory zones and their slab pages",
+    "gc": "LuaJIT objects by type, what is dead, the self-check gc.total, and LuaJIT's allocator",
+    "gc-refs": "LuaJIT reference paths from the GC roots: which table holds the memory, by its name in the program",
     "what": "what lies at an address: mapping, symbol, arena, block, pool, stack or register",
 }
 STATES = ("in-use", "free", "tcached", "top", "all")
@@ -131,9 +133,20 @@ def _shm(build):
     build.add_argument("--slots", action="store_true", help="the slots of each zone as well")
 
 
+def _gc(build):
+    build.add_argument("--types", action="store_true", help="cdata by C type, userdata by metatable, functions by source line")
+    _top(build, 20)
+
+
+def _gc_refs(build):
+    build.add_argument("--by", choices=("bytes", "count"), default="bytes", help="what a width means (default bytes)")
+    _top(build, 40)
+    _flame(build, "GC roots -> registry -> ... -> object")
+
+
 def _what(build):
     build.add_argument("address", nargs="+", action=_Joined, help="an address, register ($rsp) or expression")
 
 
-_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm,
-        "what": _what}
+_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm, "gc": _gc,
+        "gc-refs": _gc_refs, "what": _what}

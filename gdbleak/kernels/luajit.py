@@ -394,7 +394,13 @@ def _in_python(body):
     return run
 
 
+def _find(address: I64s, slots: I32s, o: I64):
+    """The row of the object at `o`, or -1."""
+    return _row(address, slots, o)
+
+
 objects = kernel(_in_python(_objects))(_objects)
 strings = kernel(_in_python(_strings))(_strings)
 index = kernel(_in_python(_index))(_index)
 edges = kernel(_in_python(_edges))(_edges)
+find = kernel(_in_python(_find))(_find)

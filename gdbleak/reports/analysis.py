@@ -44,6 +44,12 @@ class Analysis:
         return nginx_pool.find(self.target, self.glibc)
 
     @cached_property
+    def luajit(self) -> list:
+        """Every LuaJIT VM of the target (`runtimes.luajit.VM`)."""
+        from ..runtimes import luajit
+        return luajit.find(self.target, self.glibc)
+
+    @cached_property
     def malloc_owner(self) -> str:
         """The module whose malloc the program calls, by the dynamic linker's order; "" when that cannot be told."""
         owner = link_map.definer(self.target, "malloc")

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..commands.options import size as size_of
 from ..flame import Profile
-from ..heaps import glibc_layouts as layouts
 from ..heaps.blocks import FREE_STATES, STATES, Region
 from ..heaps.glibc import GlibcHeap
 from ..kernels import chunks as kernel
@@ -156,14 +155,7 @@ def _claims_of(heap: GlibcHeap, region: Region) -> Iterator[Claim]:
     if at < region.end:
         yield Claim(at, region.end, heap, region)
     if region.kind == "heap":
-        yield Claim(region.end, (region.start | _heap_max(heap) - 1) + 1, heap, region, "reserve")
-
-
-def _heap_max(heap: GlibcHeap) -> int:
-    """Bytes of address space that a heap of a non-main arena is given, and aligned to."""
-    if heap.parameters is not None and "hp_pagesize" in heap.parameters.dtype.names:
-        return 4 * int(heap.parameters["hp_pagesize"]) or layouts.HEAP_MAX
-    return layouts.HEAP_MAX
+        yield Claim(region.end, (region.start | heap.heap_max - 1) + 1, heap, region, "reserve")
 
 
 def _claimed(claim: Claim, low: int, high: int, several: bool) -> Part:

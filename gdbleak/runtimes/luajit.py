@@ -15,6 +15,7 @@ from .. import channel
 from ..heaps import lj_alloc
 from ..heaps.blocks import Check, reserve
 from ..heaps.glibc import GlibcHeap
+from ..graph.graph import Graph
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
 from ..target.target import Target
@@ -42,11 +43,6 @@ class Objects:
 
     def __len__(self) -> int:
         return len(self.address)
-
-    def row_of(self, address: int) -> int:
-        """The row of the object that begins at `address`, or -1."""
-        found = np.flatnonzero(self.address == address)
-        return int(found[0]) if len(found) else -1
 
 
 @dataclass
@@ -87,6 +83,10 @@ class VM:
         """The text of the GCstr at `address`, cut at `limit`. Raises Absent."""
         length = self.u32(address + self.layout.GCstr_len)
         return self.target.space.read(address + self.layout.GCstr_sizeof, min(length, limit))
+
+    def row(self, address: int) -> int:
+        """The row of the object that begins at `address`, or -1."""
+        return kernel.find(self.objects.address, self.objects.slots, address)
 
     # -- what every runtime answers ----------------------------------------------------------------------------------------
     @cached_property
@@ -373,3 +373,122 @@ def _buffers(vm: VM) -> dict[str, int]:
             parts["light userdata segments"] = 4 * (2 << (number.bit_length() - 1) if number else 2)
     return parts
 
+
+
+# -- references -----------------------------------------------------------------------------------------------------------------
+class _Graph:
+    """One pass over a VM's objects that makes their graph."""
+
+    def __init__(self, vm: VM):
+        self.vm, self.objects, self.layout = vm, vm.objects, vm.layout
+
+    def run(self) -> Graph:
+        vm, objects = self.vm, self.objects
+        n = len(objects)
+        begins = np.zeros(n + 1, np.int32)
+        room = int(objects.size.sum()) // self.layout.ref + (1 << 16)
+        targets, labels = reserve(room, np.int32), reserve(room, np.int32)
+        c, buffer, f = 0, buffer_of(vm), vector(vm)
+        weak, traces = self._weak(), self._traces()
+        for first in range(0, n, TILE):
+            c = kernel.edges(*buffer, f, traces, weak, objects.address, objects.kind, objects.slots, first, min(first + TILE, n), begins,
+                             targets, labels, c)
+            if c < 0:
+                vm.notes.append(f"the references of the object at {int(objects.address[-1 - c]):#x} are more than there can be: "
+                                "the graph ends there")
+                begins[-1 - c:] = begins[-1 - c]
+                c = int(begins[-1])
+                break
+            channel.progress(f"references of {min(first + TILE, n):,} Lua objects read")
+        return Graph(begins, targets[:c], labels[:c], self._roots())
+
+    def _traces(self) -> np.ndarray:
+        """Address of each trace by its number (int64)."""
+        jit = self.vm.main + self.layout.GG_J
+        try:
+            table, count = self.vm.ref(jit + self.layout.J_trace), self.vm.u32(jit + self.layout.J_sizetrace)
+            raw = self.vm.target.space.read(table, min(count, 1 << 16) * self.layout.ref) if table else b""
+        except Absent:
+            raw = b""
+        return np.frombuffer(raw, f"<u{self.layout.ref}").astype(np.int64)
+
+    def _weak(self) -> np.ndarray:
+        """Of each row: bit 0 weak keys, bit 1 weak values; from the `__mode` of the tables' metatables, and of the table of finalizers."""
+        vm, objects = self.vm, self.objects
+        weak = np.zeros(len(objects), np.uint8)
+        rows = np.flatnonzero(objects.kind == kernel.TAB)
+        field = np.uint64(self.layout.GCtab_metatable)
+        metatables, _ = vm.target.space.gather(objects.address[rows].astype(np.uint64) + field, f"<u{self.layout.ref}")
+        for metatable in np.unique(metatables[metatables != 0]):
+            mode = table_get(vm, int(metatable), b"__mode")
+            kind, address = vm.object_in(mode) if mode is not None else (0, 0)
+            if kind == kernel.STR:
+                text = vm.string(address, 16)
+                weak[rows[metatables == metatable]] = (b"k" in text) | (b"v" in text) << 1
+        finalizers = finalizer_table(vm)
+        weak[objects.address == finalizers] = 1
+        return weak
+
+    def _roots(self) -> list[tuple[str, int]]:
+        """The roots of the collector, those first whose paths read best."""
+        vm, layout, objects = self.vm, self.layout, self.objects
+        roots: list[tuple[str, int]] = []
+
+        def root(name: str, address: int) -> None:
+            row = vm.row(address) if address else -1
+            if row >= 0:
+                roots.append((name, row))
+
+        try:
+            root("registry", vm.object_in(vm.target.space.word(vm.g + layout.g_registrytv))[1])
+            root("globals", vm.ref(vm.main + layout.L_env))
+            root("main thread", vm.main)
+            root("running thread", vm.ref(vm.g + layout.g_cur_L))
+            for k in range(_GCROOT_MOST):
+                address = vm.ref(vm.g + layout.g_gcroot + k * layout.ref)
+                row = vm.row(address) if address else -1
+                if row >= 0:
+                    name = {kernel.STR: "metamethod names", kernel.TAB: "metatables of basic types", kernel.UDATA: "io files"}
+                    roots.append((name.get(int(objects.kind[row]), "other roots"), row))
+            root("cdata finalizers", finalizer_table(vm))
+            first = o = vm.ref(vm.g + layout.g_gc + layout.GCState_mmudata)
+            while o:
+                root("waiting for their finalizer", o)
+                o = vm.ref(o)
+                if o == first or len(roots) > len(objects):
+                    break
+        except Absent as absent:
+            vm.notes.append(f"some roots cannot be read: {absent}")
+        roots += [("fixed strings", int(row)) for row in np.flatnonzero((objects.kind == kernel.STR) & (objects.marked & 0x60 != 0))]
+        return roots
+
+
+def finalizer_table(vm: VM) -> int:
+    """Address of the table that maps cdata to finalizers (its keys are weak), 0 when there is none."""
+    state = ctype_state(vm)
+    try:
+        return vm.target.space.word(state + _CTSTATE[vm.layout.family]["finalizer"]) if state else 0
+    except Absent:
+        return 0
+
+
+def table_nodes(vm: VM, table: int) -> np.ndarray:
+    """The nodes of a table's hash part, rows of (value, key) (uint64). Raises Absent."""
+    layout = vm.layout
+    mask = vm.u32(table + layout.GCtab_hmask)
+    if not mask or mask >= 1 << 28:
+        return np.zeros((0, 2), np.uint64)
+    raw = vm.target.space.read(vm.ref(table + layout.GCtab_node), 24 * (mask + 1))
+    return np.frombuffer(raw, np.uint64).reshape(-1, 3)[:, :2]
+
+
+def table_get(vm: VM, table: int, name: bytes) -> int | None:
+    """The TValue of a field with a string key, None when the table has no such field (or it is nil, or absent)."""
+    try:
+        for value, key in table_nodes(vm, table).tolist():
+            kind, address = vm.object_in(key)
+            if kind == kernel.STR and vm.u32(address + vm.layout.GCstr_len) == len(name) and vm.string(address) == name:
+                return value
+    except Absent:
+        pass
+    return None

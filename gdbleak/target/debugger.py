@@ -66,6 +66,8 @@ def _core_path() -> str:
 def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
     """The process that GDB stopped: read from the kernel when it is on this machine, else through GDB."""
     arch = _architecture(inferior)
+    if any(thread.is_running() for thread in inferior.threads()):
+        raise TargetError(f"process {inferior.pid} is running: stop all of its threads first (`interrupt`, in non-stop mode `interrupt -a`)")
     native = inferior.connection is not None and inferior.connection.type == "native"
     try:
         mappings = [Mapping(m.start, m.end, m.perms[:3], "" if m.inode == 0 and not m.path.startswith("[v") else m.path, m.offset)
@@ -75,7 +77,7 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
     if not mappings:
         mappings = _mappings_through_gdb()
     readable = [(m.start, m.end) for m in mappings if "r" in m.perms and m.path not in ("[vvar]", "[vsyscall]", "[vvar_vclock]")]
-    reader = live.ProcessMemory(inferior.pid).read_into if native else _read_through_gdb
+    reader = _reader_of(inferior.pid) if native else _read_through_gdb
     source = Source("pid", pid=inferior.pid)
     if not native:
         source.partial.append("read through GDB in blocks of 1 MiB: slower, and only what is asked for")
@@ -98,17 +100,26 @@ def _architecture(inferior) -> threads_.Architecture:
     raise TargetError(f"the architecture {name} is not supported: only x86-64 and aarch64 are")
 
 
+def _reader_of(pid: int):
+    """What reads the memory of a process on this machine: the kernel, and GDB where the kernel refuses."""
+    try:
+        memory = live.ProcessMemory(pid)
+    except OSError:
+        return _read_through_gdb
+    return lambda address, view: memory.read_into(address, view) or _read_through_gdb(address, view)
+
+
 def _read_through_gdb(address: int, view: memoryview) -> int:
     inferior = gdb.selected_inferior()
     try:
-        view[:] = inferior.read_memory(address, len(view))
+        view[:] = bytes(inferior.read_memory(address, len(view)))   # GDB's buffer has no format of its own
         return len(view)
     except gdb.MemoryError:
         done = 0
         while done < len(view):   # as far as it goes, page by page
             step = min(4096 - (address + done) % 4096, len(view) - done)
             try:
-                view[done:done + step] = inferior.read_memory(address + done, step)
+                view[done:done + step] = bytes(inferior.read_memory(address + done, step))
             except gdb.MemoryError:
                 break
             done += step
@@ -207,9 +218,9 @@ class Dwarf(Layouts):
         else:
             return None
         fields = _flatten(kind, "")
-        have = [name for name in wanted.names if name in fields]
-        if not have or not kind.sizeof:
-            return None
+        have = list(wanted.names)
+        if not set(have) <= set(fields) or not kind.sizeof:
+            return None   # another structure of the same name (lj_alloc has a malloc_state, too)
         formats = []
         for name in have:
             form = wanted.fields[name][0]

@@ -17,5 +17,5 @@ class Layouts:
     """Where a layout comes from. This one knows no DWARF; `target/debugger.py` has the one that asks GDB."""
 
     def dwarf(self, type_name: str, wanted: np.dtype) -> np.dtype | None:
-        """The layout of `type_name` from debug information with those of the fields of `wanted` that exist, or None."""
+        """The layout of `type_name` from debug information with the fields of `wanted`; None without all of them."""
         return None

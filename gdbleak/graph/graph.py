@@ -1,0 +1,123 @@
+"""`Graph`: references in CSR with labels, the roots, and the breadth-first tree from them."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from .. import channel
+from ..kernels import graph as kernel
+
+TILE = 2_000_000        # edges a kernel call
+
+
+@dataclass
+class Tree:
+    """The breadth-first tree: `order[:count]` are the rows reached, nearest first; `parent` (-1 - root number for a root itself),
+    `via` (edge label); all int32."""
+
+    order: np.ndarray
+    count: int
+    parent: np.ndarray
+    via: np.ndarray
+    seen: np.ndarray
+
+
+@dataclass
+class Groups:
+    """Rows folded by how they are reached. Arrays over groups: parent group (-1: a root), label, kind, detail, own bytes and count, one
+    row as an example, `again` (the step repeats, as in a linked list); `below`: bytes of the group and all under it."""
+
+    parent: np.ndarray
+    label: np.ndarray
+    kind: np.ndarray
+    detail: np.ndarray
+    bytes: np.ndarray
+    count: np.ndarray
+    row: np.ndarray
+    again: np.ndarray
+    below: np.ndarray
+    count_below: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+
+@dataclass
+class Graph:
+    """`begins` (rows + 1), `targets`, `labels` (int32); `roots`: name and row of each, in the order in which they are to be tried."""
+
+    begins: np.ndarray
+    targets: np.ndarray
+    labels: np.ndarray
+    roots: list[tuple[str, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    @cached_property
+    def tree(self) -> Tree:
+        """What the roots reach, each row by its shortest path (the first of them in the order of the roots and edges)."""
+        rows = len(self)
+        seen, order = np.zeros(rows, np.uint8), np.zeros(rows, np.int32)
+        parent, via = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
+        tail = 0
+        for number, (_, row) in enumerate(self.roots):
+            if not seen[row]:
+                seen[row], parent[row], order[tail] = 1, -1 - number, row
+                tail += 1
+        head = 0
+        while head < tail:
+            head, tail = kernel.bfs(self.begins, self.targets, self.labels, head, tail, TILE, seen, parent, via, order)
+            channel.progress(f"{tail:,} objects reached")
+        return Tree(order, tail, parent, via, seen)
+
+    def path(self, row: int) -> tuple[str, list[tuple[int, int]]] | None:
+        """(name of the root, [(label, row), ...] from the root on) of the shortest path to a row; None when nothing reaches it."""
+        tree = self.tree
+        if not tree.seen[row]:
+            return None
+        steps = []
+        while tree.parent[row] >= 0:
+            steps.append((int(tree.via[row]), int(row)))
+            row = tree.parent[row]
+        steps.append((0, int(row)))
+        return self.roots[-1 - int(tree.parent[row])][0], steps[::-1]
+
+    def referrers(self, row: int) -> list[tuple[int, int]]:
+        """(row, label) of everything that refers to a row."""
+        at = np.flatnonzero(self.targets == row)
+        sources = np.searchsorted(self.begins, at, "right") - 1
+        return [(int(source), int(self.labels[k])) for source, k in zip(sources, at)]
+
+    def fold(self, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, few: int = 48) -> Groups:
+        """The tree with rows of the same shape as one group. `size`: int64, `kind`: uint8, `detail`: int32, each over rows."""
+        tree = self.tree
+        below = size.astype(np.int64)
+        kernel.sum_tree(tree.order, tree.count, tree.parent, below)
+        reached = tree.order[:tree.count]
+        inner = reached[(tree.parent[reached] >= 0) & (tree.via[reached] >= 0)]
+        named = np.bincount(tree.parent[inner], minlength=len(self)).astype(np.int32)
+        names = list(dict.fromkeys(name for name, _ in self.roots))
+        room = max(tree.count + len(names) + 1, 1024)
+        arrays = [np.zeros(room, t) for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
+        g_parent, g_label, g_kind, g_detail, g_bytes, g_count, g_row, g_again = arrays
+        g_parent[:len(names)] = -1
+        parent = tree.parent.copy()
+        roots = reached[parent[reached] < 0]
+        group_of = np.array([names.index(name) for name, _ in self.roots], np.int32)
+        parent[roots] = -1 - group_of[-1 - parent[roots]]
+        for k, name in enumerate(names):
+            g_row[k] = next(row for root, row in self.roots if root == name)
+        slots = np.full(1 << (2 * room).bit_length(), -1, np.int32)
+        n = kernel.fold(tree.order, tree.count, parent, tree.via, kind, detail, size, below, named, few, member,
+                        np.zeros(len(self), np.int32), slots, g_parent, g_label, g_kind, g_detail, g_bytes, g_count, g_row, g_again,
+                        len(names))
+        own = [array[:n] for array in arrays]
+        below_groups, count_below = own[4].copy(), own[5].copy()
+        for k in range(n - 1, -1, -1):       # a group comes after the one above it
+            if own[0][k] >= 0:
+                below_groups[own[0][k]] += below_groups[k]
+                count_below[own[0][k]] += count_below[k]
+        return Groups(*own, below_groups, count_below)

@@ -1,0 +1,100 @@
+"""Walking a graph in CSR: breadth first from roots, sums over the tree that gives, and folding siblings of the same shape.
+
+Rows are int32. `begins` (rows + 1), `targets`, `labels`: row r refers to targets[begins[r]:begins[r + 1]], each edge with its label.
+"""
+from __future__ import annotations
+
+from . import kernel
+
+
+def _in_python(body):
+    """The array form: the same body over memoryviews, whose items are Python's own integers."""
+    def run(*arguments):
+        return body(*(argument if not hasattr(argument, "dtype") else memoryview(argument) for argument in arguments))
+    run.__doc__ = body.__doc__
+    return run
+
+
+def _bfs(begins: I32s, targets: I32s, labels: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, via: I32s, order: I32s):
+    """Go on breadth first from order[head:tail]; (head, tail) then. Stops after `budget` edges; done when head == tail.
+
+    parent[row] is the row it was reached from first, via[row] the label of that edge.
+    """
+    while head < tail and budget > 0:
+        row = order[head]
+        head += 1
+        first, last = begins[row], begins[row + 1]
+        budget -= last - first + 1
+        for k in range(first, last):
+            target = targets[k]
+            if seen[target] == 0:
+                seen[target] = 1
+                parent[target] = row
+                via[target] = labels[k]
+                order[tail] = target
+                tail += 1
+    return head, tail
+
+
+def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
+    """Add each row's `total` to its parent's, from the leaves up; `total` comes with each row's own value."""
+    k = count - 1
+    while k >= 0:
+        row = order[k]
+        k -= 1
+        if parent[row] >= 0:
+            total[parent[row]] += total[row]
+    return count
+
+
+def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s, named: I32s, few: I64,
+          member: I64, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s, g_detail: I32s, g_bytes: I64s,
+          g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
+    """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
+
+    The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where a row
+    has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's bytes keeps
+    its own, the others become `member`. A row that repeats its parent's step (a linked list) joins its parent's group. Groups
+    0..n-1, those of the roots, come filled, and so do parent[] = -1 - group for the rows that are roots.
+    """
+    mask = len(slots) - 1
+    for k in range(count):
+        row = order[k]
+        above = parent[row]
+        if above < 0:
+            g = -1 - above
+            group[row] = g
+            g_bytes[g] += size[row]
+            g_count[g] += 1
+            continue
+        label = via[row]
+        if label >= 0 and named[above] > few and below[row] * few < below[above]:
+            label = member
+        up = group[above]
+        if g_label[up] == label and g_kind[up] == kind[row] and g_detail[up] == detail[row] and g_parent[up] >= 0:
+            g_again[up] = 1
+            g = up
+        else:
+            h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^ kind[row] * 0x27d4eb2f) & 0x7fffffffffff
+            h = (h ^ h >> 15) & mask
+            while slots[h] >= 0:
+                g = slots[h]
+                if g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row] and g_detail[g] == detail[row]:
+                    break
+                h = (h + 1) & mask
+            if slots[h] < 0:
+                if n >= len(g_parent) or 2 * n > mask:
+                    return -1
+                slots[h] = n
+                g_parent[n], g_label[n], g_kind[n], g_detail[n], g_row[n] = up, label, kind[row], detail[row], row
+                n += 1
+            g = slots[h]
+        group[row] = g
+        g_bytes[g] += size[row]
+        g_count[g] += 1
+    return n
+
+
+bfs = kernel(_in_python(_bfs))(_bfs)
+sum_tree = kernel(_in_python(_sum_tree))(_sum_tree)
+fold = kernel(_in_python(_fold))(_fold)

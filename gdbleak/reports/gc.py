@@ -1,0 +1,148 @@
+"""leak-gc: the objects of each LuaJIT VM by type, what is dead, the self-check, and LuaJIT's own allocator."""
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from ..kernels import luajit as kernel
+from ..runtimes import luajit_layouts
+from ..runtimes.luajit import VM
+from ..runtimes.luajit_names import Names
+from ..target.target import TargetError
+from .analysis import Analysis
+from .document import Data, Report, Table, printable, share, size_name
+
+
+def run(analysis: Analysis, arguments) -> Report:
+    """One part for each VM of the target."""
+    vms = need_vms(analysis)
+    report = analysis.open_report("leak-gc")
+    for number, vm in enumerate(vms):
+        say_vm(report, vm, number, len(vms))
+        report.say()
+        report.add(_types(vm))
+        report.say()
+        report.add(_strings(vm))
+        report.say()
+        report.add(_parts(vm))
+        _allocator(report, vm)
+        if arguments.types:
+            for table in _refined(vm, arguments.top):
+                report.say()
+                report.add(table)
+        dead = dead_rows(vm)
+        report.totals(runtime="luajit", objects=len(vm.objects), bytes=vm.total, dead_objects=int(dead.sum()),
+                      dead_bytes=int(vm.objects.size[dead].sum()))
+    return report
+
+
+def need_vms(analysis: Analysis) -> list[VM]:
+    """The VMs of the target, or TargetError that says what is there instead."""
+    vms = analysis.luajit
+    if not vms:
+        for module in analysis.target.modules:
+            if module.name.startswith(("liblua5", "liblua.", "lua5")):
+                raise TargetError(f"no LuaJIT here: {printable(module.name)} is PUC Lua, which is not supported yet")
+        raise TargetError("no LuaJIT VM was found: nothing in the target has the shape of a GG_State")
+    return vms
+
+
+def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
+    """Say which VM this is, how its layout is known, and whether its sum closes."""
+    which = f" {number + 1} of {count}" if count > 1 else ""
+    report.say(f"LuaJIT VM{which} at {vm.main:#x}, found by {vm.found_by}: layout of {luajit_layouts.FAMILIES[vm.layout.family]}, "
+               f"{'GC64' if vm.layout.gc64 else '32-bit references'} (from tables, by fingerprint); collector: {vm.state}")
+    vm.graph   # for the notes it makes
+    check = vm.check()
+    report.add(Data({"type": "check", "name": f"gc.total of the VM at {vm.main:#x}", "ours": check.ours, "truth": check.truth,
+                     "gap": check.gap}))
+    if check.gap:
+        report.say(f"  self-check FAILED: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, gap {check.gap:+,} bytes"
+                   + (f" (the collector is in {vm.state}: an object in flight can explain it)" if vm.state != "pause" else ""))
+    else:
+        report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
+    for note in vm.notes:
+        report.say(f"  note: {note}")
+
+
+def dead_rows(vm: VM) -> np.ndarray:
+    """Mask of the objects that nothing reaches: the next collection frees them."""
+    return vm.graph.tree.seen == 0
+
+
+def _types(vm: VM) -> Table:
+    objects, dead = vm.objects, dead_rows(vm)
+    rows = []
+    for kind, name in kernel.KINDS.items():
+        mine = objects.kind == kind
+        count = int(mine.sum())
+        if count:
+            sizes = objects.size[mine]
+            gone = mine & dead
+            rows.append([name, count, int(sizes.sum()), share(int(sizes.sum()), vm.total), f"{sizes.mean():,.1f}", int(sizes.max()),
+                         int(gone.sum()), int(objects.size[gone].sum())])
+    rows.sort(key=lambda row: -row[2])
+    header = ["type", "count", "bytes", "of gc.total", "mean", "max", "dead: count", "bytes"]
+    return Table(header, rows, "objects by type (dead: not reached, the next collection frees them)")
+
+
+def _strings(vm: VM) -> Table:
+    """Strings and tables split by size."""
+    objects, rows = vm.objects, []
+    for kind in (kernel.STR, kernel.TAB):
+        sizes = objects.size[objects.kind == kind]
+        classes = np.frexp(sizes.astype(np.float64))[1] - 1
+        for power in np.unique(classes):
+            mine = sizes[classes == power]
+            rows.append([kernel.KINDS[kind], f"{size_name(1 << int(power))}-{size_name(2 << int(power))}", len(mine), int(mine.sum())])
+    return Table(["type", "size", "count", "bytes"], rows, "strings and tables by size", (0, 1))
+
+
+def _parts(vm: VM) -> Table:
+    rows = [["objects", int(vm.objects.size.sum())]] + [[name, size] for name, size in vm.buffers.items() if size]
+    rows.append(["sum", vm.accounted])
+    used = f"string table: {vm.string_buckets_used:,} of {vm.string_buckets:,} slots used; machine code (not in gc.total): " \
+           f"{_machine_code(vm):,} bytes"
+    return Table(["part of gc.total", "bytes"], rows, "what gc.total is made of", (0,), used)
+
+
+def _machine_code(vm: VM) -> int:
+    return vm.target.word(vm.main + vm.layout.GG_J + vm.layout.J_szallmcarea) or 0
+
+
+def _allocator(report: Report, vm: VM) -> None:
+    heap = vm.allocator
+    report.say()
+    if heap is None:
+        report.say("allocator: the system's malloc (or one of the program's own), so its objects are blocks of that heap")
+        return
+    free = heap.free_bytes + heap.top_bytes
+    report.say(f"allocator lj_alloc: {heap.footprint:,} bytes mapped in {len(heap.segments)} segments; in use {heap.in_use_bytes:,} "
+               f"({heap.in_use_chunks:,} chunks), free pool {free:,} ({heap.free_chunks:,} chunks, {heap.top_bytes:,} in top), "
+               f"overhead {heap.overhead:,}")
+    report.say("  the free pool is kept for the next objects and goes back to the system only by whole segments: it is no leak")
+    for note in heap.notes:
+        report.say(f"  note: {note}")
+    report.add(Data({"type": "totals", "command": "leak-gc allocator", "segments": len(heap.segments), "mapped_bytes": heap.footprint,
+                     "in_use_bytes": heap.in_use_bytes, "in_use_chunks": heap.in_use_chunks, "free_bytes": free,
+                     "overhead_bytes": heap.overhead}))
+
+
+def _refined(vm: VM, top: int) -> list[Table]:
+    """cdata by C type, userdata by metatable, functions by where they are written."""
+    names, tables = Names(vm), []
+    for kind, title, name_of in ((kernel.CDATA, "cdata by C type", names.ctype_of),
+                                 (kernel.UDATA, "userdata by metatable", lambda row: names.metatable_name(row) or "(no name)"),
+                                 (kernel.FUNC, "functions by where they begin", names.function)):
+        counts: Counter = Counter()
+        sums: Counter = Counter()
+        for row in np.flatnonzero(vm.objects.kind == kind):
+            name = name_of(int(row))
+            counts[name] += 1
+            sums[name] += int(vm.objects.size[row])
+        if counts:
+            rows = [[printable(name, 80), counts[name], size] for name, size in sums.most_common(top)]
+            left = len(sums) - len(rows)
+            tables.append(Table([kernel.KINDS[kind], "count", "bytes"], rows, title, (0,), f"{left:,} more: --top N" if left else ""))
+    return tables

@@ -1,0 +1,161 @@
+"""leak-gc-refs: what keeps LuaJIT's objects alive: paths from the GC roots, folded, as a tree and as a flame graph."""
+from __future__ import annotations
+
+import numpy as np
+
+from ..flame import Profile
+from ..graph.graph import Groups
+from ..kernels import luajit as kernel
+from ..runtimes.luajit import VM
+from ..runtimes.luajit_names import Names, prototype_rows
+from .analysis import Analysis
+from .document import Report, Table, printable, share
+from .gc import need_vms, say_vm
+
+_PLAIN = (kernel.TAB, kernel.UPVAL)      # what needs no word of its own in a frame
+
+
+def run(analysis: Analysis, arguments) -> Report:
+    """One tree for each VM; one flame graph for all."""
+    vms = need_vms(analysis)
+    report = analysis.open_report("leak-gc-refs")
+    target = analysis.target
+    profile = Profile(f"LuaJIT reference paths of {target.command_name()} (pid {target.source.pid})",
+                      "Each Lua object once, on its shortest path from the GC roots; siblings of the same shape are one frame "
+                      "(bytes as LuaJIT accounts them, measured)")
+    for number, vm in enumerate(vms):
+        say_vm(report, vm, number, len(vms))
+        folded = Folded(vm)
+        frames = folded.add_to(profile, [f"VM {number + 1}"] if len(vms) > 1 else [])
+        report.say()
+        _widest(report, folded, arguments.by)
+        report.say()
+        report.add(_tree(folded, arguments))
+        reached = folded.vm.graph.tree.count
+        report.totals(runtime="luajit", objects=len(vm.objects), bytes=int(vm.objects.size.sum()), reached_objects=reached,
+                      reached_bytes=int(folded.groups.bytes.sum()), groups=len(folded.groups), frames=frames)
+    report.profile = profile.by(arguments.by, "objects")
+    return report
+
+
+class Folded:
+    """A VM's objects folded by how they are reached, with names."""
+
+    def __init__(self, vm: VM):
+        self.vm, self.names = vm, Names(vm)
+        objects = vm.objects
+        self.groups: Groups = vm.graph.fold(objects.size, objects.kind, prototype_rows(vm), kernel.MEMBER)
+        self.roots = list(dict.fromkeys(name for name, _ in vm.graph.roots))
+        self._frames: dict[int, str] = {}
+
+    def frame(self, group: int) -> str:
+        """A group's frame: `registry`, `.cert_cache`, `[*] string`, `upvalue cache`, `.hit function dynamic_cache.lua:3`."""
+        if group not in self._frames:
+            self._frames[group] = self._frame(group)
+        return self._frames[group]
+
+    def _frame(self, group: int) -> str:
+        groups, parent = self.groups, int(self.groups.parent[group])
+        if parent < 0:
+            return self.roots[group]
+        row, kind = int(groups.row[group]), int(groups.kind[group])
+        text = self.names.edge(int(groups.label[group]), int(groups.row[parent]))
+        if self.frame(parent) == "._LOADED" and text.startswith("."):
+            text = text[1:]                      # a module's name
+        if kind == kernel.FUNC:
+            text += f" function {self.names.function(row)}"
+        elif kind == kernel.CDATA:
+            text += " cdata"
+        elif kind not in _PLAIN and not (kind == kernel.PROTO and text == "(prototype)"):
+            text += f" {kernel.KINDS[kind]}"
+        return text + (" (repeated)" if groups.again[group] else "")
+
+    def path(self, group: int) -> list[int]:
+        """The groups from the root down to this one."""
+        found = []
+        while group >= 0:
+            found.append(group)
+            group = int(self.groups.parent[group])
+        return found[::-1]
+
+    def add_to(self, profile: Profile, prefix: list[str]) -> int:
+        """Add every group to a profile, the smallest ones under their parent; how many frames were made."""
+        groups = self.groups
+        least = int(groups.bytes.sum()) // 100_000
+        stacks: dict[int, list[str]] = {}
+        for group in range(len(groups)):
+            parent = int(groups.parent[group])
+            if parent < 0:
+                stacks[group] = prefix + ["GC roots", self.frame(group)]
+            elif int(groups.below[group]) < least and parent in stacks:
+                stacks[group] = stacks[parent] + ["(small)"] if stacks[parent][-1] != "(small)" else stacks[parent]
+            else:
+                stacks[group] = stacks[parent] + [self.frame(group)]
+            if groups.count[group]:
+                profile.add(stacks[group], int(groups.bytes[group]), int(groups.count[group]))
+        return len(stacks)
+
+
+def _weight(folded: Folded, by: str) -> np.ndarray:
+    return folded.groups.below if by == "bytes" else folded.groups.count_below
+
+
+def _widest(report: Report, folded: Folded, by: str) -> None:
+    """Say the widest path: from the root on, always the child that holds the most, as long as it holds half of its parent."""
+    groups, weight = folded.groups, _weight(folded, by)
+    children: dict[int, list[int]] = {}
+    for group in range(len(groups)):
+        children.setdefault(int(groups.parent[group]), []).append(group)
+    path, above = [], int(weight[groups.parent < 0].sum())
+    best = max(children.get(-1, []), key=lambda g: weight[g], default=None)
+    while best is not None and 2 * int(weight[best]) >= above:
+        path.append(best)
+        above = int(weight[best])
+        best = max(children.get(best, []), key=lambda g: weight[g], default=None)
+    if not path:
+        report.say("no path holds half of the memory")
+        return
+    total = int(weight[groups.parent < 0].sum())
+    held = int(weight[path[-1]])
+    unit = "bytes" if by == "bytes" else "objects"
+    report.say("the widest path: GC roots => " + " => ".join(printable(folded.frame(g), 80) for g in path))
+    report.say(f"  {held:,} {unit}, {share(held, total)} of all that is reached, {int(groups.count_below[path[-1]]):,} objects")
+    for line in _written_by(folded, path):
+        report.say(f"  {line}")
+
+
+def _written_by(folded: Folded, path: list[int]) -> list[str]:
+    """For the last named field of a path: the Lua functions among whose constants the name is."""
+    groups, names, vm = folded.groups, folded.names, folded.vm
+    for group in reversed(path):
+        label = int(groups.label[group])
+        if int(groups.parent[group]) >= 0 and label >= 0:
+            holders = [row for row, kind in vm.graph.referrers(label)
+                       if kind == kernel.CONSTANT and int(vm.objects.kind[row]) == kernel.PROTO]
+            if holders:
+                places = sorted({names.place(names.address(row)) for row in holders})
+                more = f" and {len(places) - 6} more" if len(places) > 6 else ""
+                return [f"{folded.frame(group)} is named in the functions at {', '.join(printable(p, 60) for p in places[:6])}{more}"]
+    return []
+
+
+def _tree(folded: Folded, arguments) -> Table:
+    """The heaviest groups as an indented tree, at most `--top` lines, parents before children."""
+    groups, weight = folded.groups, _weight(folded, arguments.by)
+    total = int(weight[groups.parent < 0].sum())
+    shown: set[int] = set()
+    for group in np.argsort(-weight, kind="stable")[:max(arguments.top, 0)]:
+        shown.add(int(group))
+    children: dict[int, list[int]] = {}
+    for group in shown:
+        children.setdefault(int(groups.parent[group]), []).append(group)
+    rows = []
+    pending = [(group, 0) for group in sorted(children.get(-1, []), key=lambda g: weight[g])]
+    while pending:
+        group, depth = pending.pop()
+        rows.append(["· " * min(depth, 30) + printable(folded.frame(group), 90), int(groups.below[group]), share(int(weight[group]), total),
+                     int(groups.count_below[group])])
+        pending += [(child, depth + 1) for child in sorted(children.get(group, []), key=lambda g: weight[g])]
+    left = len(groups) - len(rows)
+    return Table(["GC roots =>", "bytes", "share", "objects"], rows, "what holds the objects (each once, on its shortest path)", (0,),
+                 f"{left:,} more groups: --top N shows them" if left else "")

@@ -13,6 +13,9 @@ COMMANDS = {
     "shm": "nginx shared memory zones and their slab pages",
     "gc": "LuaJIT objects by type, what is dead, the self-check gc.total, and LuaJIT's allocator",
     "gc-refs": "LuaJIT reference paths from the GC roots: which table holds the memory, by its name in the program",
+    "gc-stacks": "the Lua call stack of each coroutine that is alive",
+    "path": "what keeps a Lua object alive: the path from a GC root down to it",
+    "refs": "what refers to a Lua object, and what it refers to",
     "what": "what lies at an address: mapping, symbol, arena, block, pool, stack or register",
 }
 STATES = ("in-use", "free", "tcached", "top", "all")
@@ -144,9 +147,26 @@ def _gc_refs(build):
     _flame(build, "GC roots -> registry -> ... -> object")
 
 
-def _what(build):
+def _gc_stacks(build):
+    _top(build, 20)
+
+
+def _path(build):
+    _address(build)
+
+
+def _refs(build):
+    _address(build)
+    _top(build, 20)
+
+
+def _address(build):
     build.add_argument("address", nargs="+", action=_Joined, help="an address, register ($rsp) or expression")
 
 
+def _what(build):
+    _address(build)
+
+
 _ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm, "gc": _gc,
-        "gc-refs": _gc_refs, "what": _what}
+        "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "path": _path, "refs": _refs, "what": _what}

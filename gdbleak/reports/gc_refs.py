@@ -7,6 +7,7 @@ from ..flame import Profile
 from ..graph.graph import Groups
 from ..kernels import luajit as kernel
 from ..runtimes.luajit import VM
+from ..runtimes.luajit_code import uses_of
 from ..runtimes.luajit_names import Names, prototype_rows
 from .analysis import Analysis
 from .document import Report, Table, printable, share
@@ -124,19 +125,20 @@ def _widest(report: Report, folded: Folded, by: str) -> None:
         report.say(f"  {line}")
 
 
-def _written_by(folded: Folded, path: list[int]) -> list[str]:
-    """For the last named field of a path: the Lua functions among whose constants the name is."""
-    groups, names, vm = folded.groups, folded.names, folded.vm
+def _written_by(folded: Folded, path: list[int], most: int = 6):
+    """For the last named field of a path: where Lua code names it, first where it is written."""
+    groups = folded.groups
     for group in reversed(path):
         label = int(groups.label[group])
         if int(groups.parent[group]) >= 0 and label >= 0:
-            holders = [row for row, kind in vm.graph.referrers(label)
-                       if kind == kernel.CONSTANT and int(vm.objects.kind[row]) == kernel.PROTO]
-            if holders:
-                places = sorted({names.place(names.address(row)) for row in holders})
-                more = f" and {len(places) - 6} more" if len(places) > 6 else ""
-                return [f"{folded.frame(group)} is named in the functions at {', '.join(printable(p, 60) for p in places[:6])}{more}"]
-    return []
+            uses = uses_of(folded.names, label)
+            for verb, places in (("written", [use.place for use in uses if use.written]),
+                                 ("named", [use.place for use in uses if not use.written])):
+                if places:
+                    more = f" and {len(places) - most} more" if len(places) > most else ""
+                    yield f"{printable(folded.frame(group), 60)} is {verb} at {', '.join(printable(p, 60) for p in places[:most])}{more}"
+            if uses:
+                return
 
 
 def _tree(folded: Folded, arguments) -> Table:

@@ -68,7 +68,7 @@ def _totals(report: Report, analysis: Analysis, nginx: Nginx, kinds: np.ndarray)
     report.say(f"{len(kinds):,} pools hold {total:,} bytes, {share(total, in_use)} of the {in_use:,} bytes that are in use on glibc's heaps")
     if number:
         report.say(f"{number:,} pools ({lost:,} bytes, {share(lost, total)} of all pools) are unreached: no connection, request, upstream, HTTP/2 "
-                   "stream or cycle leads to them. Forgotten pools look so; so do those that only a module's own structures know "
+                   "stream, timer or cycle leads to them. Forgotten pools look so; so do those that only a module's own structures know "
                    "(e.g. the lua module's timers and regexes)")
     _outside(report, analysis, nginx)
     report.totals(pools=len(kinds), bytes=total, unreached_pools=number, unreached_bytes=lost, in_use_bytes=in_use,
@@ -129,6 +129,8 @@ def whose(nginx: Nginx, pool: Pool, limit: int = 70) -> str:
     parts = []
     if holder.request:
         parts.append(printable(nginx.request_line(holder.request), limit) or "request without a first line yet")
+    if holder.handler:
+        parts.append(f"timer of {printable(nginx.target.name_of(holder.handler) or f'{holder.handler:#x}', limit)}")
     if holder.connection:
         client = printable(nginx.client(holder.connection), 60)
         parts.append(f"from {client}" if pool.kind != "upstream" and client else client)

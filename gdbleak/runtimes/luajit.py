@@ -88,6 +88,19 @@ class VM:
         """The row of the object that begins at `address`, or -1."""
         return kernel.find(self.objects.address, self.objects.slots, address)
 
+    def row_holding(self, address: int) -> int:
+        """The row of the object whose own bytes hold `address`, or -1. (Array and hash parts of tables lie elsewhere.)"""
+        row = self.row(address)
+        if row >= 0:
+            return row
+        objects = self.objects
+        before = objects.address <= address
+        if not before.any():
+            return -1
+        row = int(np.argmax(np.where(before, objects.address, 0)))
+        own = {kernel.THREAD: self.layout.L_sizeof, kernel.TAB: self.layout.GCtab_sizeof}.get(int(objects.kind[row]), int(objects.size[row]))
+        return row if address < int(objects.address[row]) + own else -1
+
     # -- what every runtime answers ----------------------------------------------------------------------------------------
     @cached_property
     def total(self) -> int:

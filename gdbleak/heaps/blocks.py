@@ -75,3 +75,12 @@ class Blocks:
         if row >= 0 and int(self.address[row]) - header + int(self.size[row]) > address:
             return row
         return -1
+
+    def rows_of(self, addresses: np.ndarray, header: int = 16) -> np.ndarray:
+        """`row_of` for many addresses (uint64) at once: int64 rows, -1 where no chunk holds the address."""
+        if not len(self):
+            return np.full(len(addresses), -1, np.int64)
+        header = np.uint64(header)
+        rows = np.searchsorted(self.address, addresses + header, "right") - 1
+        inside = (rows >= 0) & (addresses + header - self.address[rows] < self.size[rows].astype(np.uint64))
+        return np.where(inside, rows, -1)

@@ -104,6 +104,13 @@ class GlibcHeap:
     def name(self) -> str:
         return f"glibc {self.release[0]}.{self.release[1]} malloc"
 
+    @property
+    def heap_max(self) -> int:
+        """Bytes of address space that a heap of a non-main arena is given, and aligned to."""
+        named = self.parameters is not None and "hp_pagesize" in self.parameters.dtype.names
+        huge = int(self.parameters["hp_pagesize"]) if named else 0
+        return 4 * huge if PAGE <= huge <= 1 << 30 and not huge & (huge - 1) else layouts.HEAP_MAX
+
     def region_at(self, address: int) -> Region | None:
         """The region that holds `address`, or None."""
         k = bisect.bisect_right(self.region_starts, address) - 1
@@ -328,10 +335,28 @@ def _walked(target: Target, module: Module, address: int, dtype: np.dtype, since
             heap.notes.append(f"arena {arena.index} is locked: a thread was stopped inside malloc or free; "
                               "the sums of that arena may be off by what it was about to do")
         if arena.system_mem:
-            specs += _main_regions(target, heap) if arena.index == 0 else _heap_regions(target, heap, arena)
+            found = _main_regions(target, heap) if arena.index == 0 else _heap_regions(target, heap, arena)
+            specs += [region for region in found if _clip(target, heap, region)]
     specs += _mmapped_regions(target, heap, specs)
     _Walk(target, heap, specs).run()
     return heap
+
+
+def _clip(target: Target, heap: GlibcHeap, region: Region) -> bool:
+    """Cut off what no mapping holds, which a damaged start or size may claim; whether anything is left."""
+    start, end = region.start, region.end
+    at = end - 1 if target.mapping_at(end - 1) else start
+    low = high = at
+    for mapping in reversed(target.mappings):
+        if mapping.start <= low <= mapping.end:
+            low = mapping.start
+    for mapping in target.mappings:
+        if mapping.start <= high <= mapping.end:
+            high = mapping.end
+    region.start, region.end = max(start, (low + 15) & ~15), min(end, high)
+    if (region.start, region.end) != (start, end):
+        heap.damage.append(Damage(start, f"a region of arena {region.arena} cannot be {start:#x}-{end:#x}: not all of it is mapped"))
+    return region.end - region.start >= 32
 
 
 def _main_regions(target: Target, heap: GlibcHeap) -> list[Region]:
@@ -440,11 +465,7 @@ def _morecore_start(target: Target, heap: GlibcHeap, top: int, end: int) -> int:
 def _heap_regions(target: Target, heap: GlibcHeap, arena: Arena) -> list[Region]:
     """The heaps of a non-main arena, from the one its top lies in back to its first."""
     top = int(arena.fields["top"])
-    if heap.parameters is not None and "hp_pagesize" in heap.parameters.dtype.names:
-        huge = int(heap.parameters["hp_pagesize"])
-    else:
-        huge = 0
-    span = 4 * huge if huge else layouts.HEAP_MAX
+    span = heap.heap_max
     info_type = layouts.latest(layouts.HEAP_INFO, heap.release)
     at, regions = top & ~(span - 1), []
     while at and len(regions) < 65536:

@@ -17,7 +17,14 @@ CONNECTION = struct(120, data=(0, "u8"), read=(8, "u8"), write=(16, "u8"), fd=(2
 LISTENING = struct(184, sockaddr=(8, "u8"), socklen=(16, "u4"), addr_text_len=(32, "u8"), addr_text_data=(40, "u8"))
 REQUEST = struct(96, signature=(0, "u4"), connection=(8, "u8"), main_conf=(24, "u8"), upstream=(72, "u8"), pool=(88, "u8"))
 REQUEST_SIGNATURE = 0x50545448  # "HTTP"
+# What a request or session begins with, which is also the type of its modules -> the offset of its array of their contexts
+CONTEXTS = {REQUEST_SIGNATURE: 16, 0x4D525453: 48, 0x4C49414D: 40}   # "HTTP", "STRM", "MAIL"
 EVENT_SIZE = 96
+EVENT_TIMER = 40                # ngx_event_t.timer, a node of the tree of timers
+TREE_NODE = struct(24, left=(8, "u8"), right=(16, "u8"))
+QUIC = 144                      # ngx_connection_t.quic: its stream, which knows the parent and it again
+QUIC_STREAM = struct(72, parent=(56, "u8"), connection=(64, "u8"))
+ARRAY_POOL = 32                 # ngx_array_t.pool
 KEEPALIVE_CONNECTION = 24       # ngx_http_upstream_keepalive_cache_t.connection
 HTTP2_STREAM_SIZE = 160
 HTTP2_CONNECTION_SIZE = 640     # at least what any release needs; pools in it are recognised, not taken by offset
@@ -43,4 +50,4 @@ SLAB_POOL = struct(200, min_size=(16, "u8"), min_shift=(24, "u8"), pages=(32, "u
 SLAB_FREE = 48                  # ngx_slab_pool_t.free, the head of the ring of free runs
 SLAB_PAGE = struct(24, slab=(0, "u8"), next=(8, "u8"), prev=(16, "u8"))
 SLAB_STAT = struct(32, total=(0, "u8"), used=(8, "u8"), reqs=(16, "u8"), fails=(24, "u8"))
-MODULE = struct(200, ctx_index=(0, "u8"), index=(8, "u8"), name=(16, "u8"))
+MODULE = struct(200, ctx_index=(0, "u8"), index=(8, "u8"), name=(16, "u8"), type=(72, "u8"))

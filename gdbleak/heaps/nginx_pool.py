@@ -1,7 +1,7 @@
 """nginx memory pools, found by two roads: from ngx_cycle along what nginx itself follows, and by structure on the malloc heap.
 
 What the second road finds and the first does not is unreached: forgotten pools, and those that only a module's own
-structures know (timers, regexes and fake connections of the lua module, caches).
+structures know (regexes of the lua module, caches).
 """
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from . import nginx_layouts as layouts
 from .blocks import reserve
 from .glibc import GlibcHeap
 
-KINDS = ("cycle", "conf", "connection", "request", "upstream", "http2", "temp", "log", "other", "unreached")
+KINDS = ("cycle", "conf", "connection", "request", "upstream", "http2", "quic", "timer", "temp", "log", "other",
+         "unreached")
 _REQUEST_LINE = re.compile(rb"[A-Z]{2,16} [^\x00-\x20]+( HTTP/\d(\.\d)?)?\s*$")
 
 # Which function of nginx creates pools of a kind: known from nginx's source, so inferred for a pool.
 CREATORS = {"cycle": "ngx_init_cycle", "connection": "ngx_event_accept", "request": "ngx_http_alloc_request",
-            "upstream": "ngx_http_upstream_connect", "http2": "ngx_http_v2_*", "temp": "ngx_init_cycle"}
+            "upstream": "ngx_http_upstream_connect", "http2": "ngx_http_v2_*", "quic": "ngx_quic_create_stream", "temp": "ngx_init_cycle"}
 
 
 @dataclass
 class Holder:
-    """Whose a pool is: its kind, and the connection and request (addresses, 0: none) that lead to it."""
+    """Whose a pool is: its kind, and the connection, request, or handler of a timer (addresses, 0: none) that lead to it."""
 
     kind: str
     connection: int = 0
     request: int = 0
+    handler: int = 0
 
 
 @dataclass
@@ -79,11 +81,11 @@ class Nginx:
     addresses: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     table: np.ndarray = field(default_factory=lambda: np.zeros((0, kernel.COLUMNS), np.int64))
     known: set[int] = field(default_factory=set)         # the same addresses
+    loose: dict[int, np.ndarray] = field(default_factory=dict)          # reached pools on no malloc heap, not yet in table
     owners: list[tuple[int, np.ndarray]] = field(default_factory=list)  # per heap: its first pool; block row -> pool + 1
     header: int = 80                                     # bytes of ngx_pool_t; 96 in Tengine's debug pools
     holders: dict[int, Holder] = field(default_factory=dict)                   # pool address -> whose it is
     connections: int = 0                                 # in use
-    stride: int = 0                                      # sizeof(ngx_connection_t)
     notes: list[str] = field(default_factory=list)
     request_line_offsets: list[int] = field(default_factory=list)       # where request_line was found in a request
 
@@ -114,6 +116,30 @@ class Nginx:
             if row >= 0 and owner[row]:
                 return first + int(owner[row]) - 1
         return -1
+
+    def numbers_holding(self, addresses: np.ndarray) -> np.ndarray:
+        """`number_holding` for many addresses (uint64) at once."""
+        found = np.full(len(addresses), -1, np.int64)
+        for heap, (first, owner) in zip(self.heaps, self.owners):
+            rows = heap.blocks.rows_of(addresses)
+            owned = np.where(rows >= 0, owner[rows], 0) if len(owner) else np.zeros(len(rows), np.int32)
+            found[owned > 0] = first + owned[owned > 0] - 1
+        return found
+
+    def modules(self) -> list[tuple[int, np.void]]:
+        """(address, ngx_module_t) of each module of the cycle."""
+        found: list[tuple[int, np.void]] = []
+        at = int(self.fields["modules"]) if self.fields is not None else 0
+        try:
+            while at and len(found) < 4096:
+                module = self.target.space.word(at)
+                if not module:
+                    break
+                found.append((module, self.target.space.struct(module, layouts.MODULE)))
+                at += 8
+        except Absent:
+            pass
+        return found
 
     def pool_of(self, address: int) -> Pool | None:
         """The pool that holds `address`, or None."""
@@ -300,16 +326,16 @@ def _from_cycle(nginx: Nginx, target: Target) -> None:
     if nginx.fields is None:
         return
     _hold(nginx, int(nginx.fields["pool"]), Holder("cycle"))
-    for cycle in _old_cycles(target) + [int(nginx.fields["old_cycle"])]:
-        pool = target.word(cycle + 8) if cycle else None
-        if pool:
-            _hold(nginx, pool, Holder("cycle"))
-    temporary = target.symbol("ngx_temp_pool")
-    if temporary:
-        _hold(nginx, target.word(temporary) or 0, Holder("temp"))
-    if int(nginx.fields["connections"]):
-        _connections(nginx, target)
-        _requests_by_content(nginx, target)
+    cycles = [nginx.fields, *_old_cycles(nginx, target)]
+    sessions = [found for cycle in cycles for found in _connections(nginx, target, cycle)]
+    _take_in_loose(nginx)
+    _quic_streams(nginx, target)
+    _requests_by_content(nginx, target)
+    _contexts(nginx, target, sessions)
+    _timers(nginx, target, cycles)
+    _take_in_loose(nginx)
+    if not any(int(cycle["connections"]) for cycle in cycles):
+        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it began to serve")
 
 
 def _read_cycle(nginx: Nginx, target: Target) -> None:
@@ -324,13 +350,12 @@ def _read_cycle(nginx: Nginx, target: Target) -> None:
             continue
         stride = _connection_size(target, cycle)
         if stride:
-            nginx.fields, nginx.layout_from, nginx.stride = cycle, origin, stride
+            nginx.fields, nginx.layout_from = cycle, origin
             return
         if idle is None and not int(cycle["connections"]) and not int(cycle["read_events"]) and 0 < int(cycle["connection_n"]) < 1 << 24:
             idle = cycle, origin   # a master process: it has no connections of its own
     if idle is not None:
         nginx.fields, nginx.layout_from = idle
-        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it began to serve")
         return
     nginx.notes.append("the layout of this nginx's ngx_cycle_t is not known: its pools are found by structure alone")
 
@@ -347,12 +372,28 @@ def _connection_size(target: Target, cycle: np.void) -> int:
     return 0
 
 
-def _old_cycles(target: Target) -> list[int]:
+def _old_cycles(nginx: Nginx, target: Target) -> list[np.void]:
+    """The cycles before this one that still live: nginx keeps them in an array until their last connection is closed.
+
+    cycle->old_cycle is believed only where it is the first thing in its own pool: most often that pool is long gone.
+    """
+    addresses = []
     variable = target.symbol("ngx_old_cycles")
-    if not variable:
-        return []
-    elements, count = target.word(variable) or 0, target.word(variable + 8) or 0
-    return [target.word(elements + 8 * k) or 0 for k in range(min(count, 1024))] if elements else []
+    if variable:
+        elements, count = target.word(variable) or 0, target.word(variable + 8) or 0
+        addresses = [target.word(elements + 8 * k) or 0 for k in range(min(count, 1024))] if elements else []
+        _hold(nginx, target.word(variable + layouts.ARRAY_POOL) or 0, Holder("temp"))
+    addresses.append(int(nginx.fields["old_cycle"]))
+    found = []
+    for address in filter(None, addresses):
+        try:
+            cycle = target.space.struct(address, nginx.fields.dtype)
+        except Absent:
+            continue
+        if int(cycle["pool"]) + nginx.header == address and int(cycle["pool"]) in nginx.known:
+            _hold(nginx, int(cycle["pool"]), Holder("cycle"))
+            found.append(cycle)
+    return found
 
 
 def _hold(nginx: Nginx, pool: int, holder: Holder) -> None:
@@ -367,47 +408,65 @@ def _add_unstructured(nginx: Nginx, pool: int) -> None:
     """Count a pool that is reached but was not found on a malloc heap: its blocks by their own bounds."""
     row = np.zeros(kernel.COLUMNS, np.int64)
     row[kernel.ROW] = -1
-    space = nginx.target.space
+    space, blocks, unused = nginx.target.space, set(), 0
     try:
         head = space.struct(pool, layouts.POOL)
         size = int(head["d_end"]) - pool
         if not nginx.header <= size <= 1 << 30:
             raise Absent(pool)
-        block, lead, seen = pool, nginx.header, 0
-        while block and seen < 1 << 20:
+        block, lead = pool, nginx.header
+        while block and block not in blocks:
             last, end = space.word(block), space.word(block + 8)
-            row[kernel.USED] += last - block - lead
-            row[kernel.UNUSED] += end - last
-            block, lead, seen = space.word(block + 16), layouts.BLOCK_HEADER, seen + 1
-        row[kernel.BLOCKS], row[kernel.BLOCK_BYTES], row[kernel.SIZE] = seen, seen * size, size
-        row[kernel.LOG] = int(head["log"])
+            if not block + lead <= last <= end == block + size:
+                raise Absent(block)
+            blocks.add(block)
+            unused += end - last
+            block, lead = space.word(block + 16), layouts.BLOCK_HEADER
     except Absent:
         nginx.notes.append(f"the pool at {pool:#x} is reached but cannot be read")
         del nginx.holders[pool]
         return
-    nginx.addresses = np.append(nginx.addresses, np.uint64(pool))
-    nginx.table = np.vstack([nginx.table, row])
+    headers = nginx.header + (len(blocks) - 1) * layouts.BLOCK_HEADER
+    row[kernel.BLOCKS], row[kernel.BLOCK_BYTES], row[kernel.SIZE] = len(blocks), len(blocks) * size, size
+    row[kernel.USED], row[kernel.UNUSED] = len(blocks) * size - headers - unused, unused
+    row[kernel.LOG] = int(head["log"].view(np.int64))
+    nginx.loose[pool] = row
     nginx.known.add(pool)
 
 
-def _connections(nginx: Nginx, target: Target) -> None:
-    """Every connection in use: its own pool, and those of what its `data` is."""
-    base, count = int(nginx.fields["connections"]), int(nginx.fields["connection_n"])
+def _take_in_loose(nginx: Nginx) -> None:
+    """Give the pools that are on no malloc heap numbers, after all others."""
+    if nginx.loose:
+        nginx.addresses = np.append(nginx.addresses, np.fromiter(nginx.loose, np.uint64, len(nginx.loose)))
+        nginx.table = np.vstack([nginx.table, *nginx.loose.values()])
+        nginx.loose.clear()
+
+
+def _connections(nginx: Nginx, target: Target, cycle: np.void) -> list[tuple[int, int, Holder]]:
+    """Every connection in use of a cycle: its own pool, and those of what its `data` is.
+
+    Returns (signature, address, holder) of the stream and mail sessions among them.
+    """
+    sessions: list[tuple[int, int, Holder]] = []
+    base, count = int(cycle["connections"]), int(cycle["connection_n"])
+    stride = _connection_size(target, cycle)
+    if not base or not stride:
+        return sessions
     if not 0 < count < 1 << 24:
         nginx.notes.append(f"connection_n is {count}: the connections are not read")
-        return
-    addresses = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(nginx.stride)
+        return sessions
+    addresses = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(stride)
     rows, present = target.space.gather(addresses, layouts.CONNECTION)
     if not present.all():
         nginx.notes.append(f"{int((~present).sum()):,} of {count:,} connections are not in the core")
-    used = present & (rows["fd"] != -1)
-    free, seen = int(nginx.fields["free_connections"]), 0
-    while free and seen < count and (free - base) % nginx.stride == 0 and 0 <= (free - base) // nginx.stride < count:
-        number = (free - base) // nginx.stride
+    used = present.copy()
+    free, seen = int(cycle["free_connections"]), 0
+    while free and seen < count and (free - base) % stride == 0 and 0 <= (free - base) // stride < count:
+        number = (free - base) // stride
         used[number] = False
         free, seen = int(rows["data"][number]), seen + 1
     active = np.flatnonzero(used)
-    nginx.connections = int(np.count_nonzero(rows["pool"][active]))
+    nginx.connections += int(np.count_nonzero(rows["pool"][active] * (rows["fd"][active] != -1)))
     data, whole = target.space.gather(rows["data"][active], layouts.REQUEST)
     for k, number in enumerate(active):
         address, pool = int(addresses[number]), int(rows["pool"][number])
@@ -415,11 +474,18 @@ def _connections(nginx: Nginx, target: Target) -> None:
         request = 0
         if whole[k] and int(data["signature"][k]) == layouts.REQUEST_SIGNATURE:
             request = int(rows["data"][number])
+        if rows["fd"][number] == -1:   # the lua module's fake one, still alive if its fake request is
+            if request and int(data["connection"][k]) == address and int(data["pool"][k]) == pool:
+                _hold(nginx, pool, Holder("other", address, request))
+            continue
         _hold(nginx, pool, Holder("connection" if client else "upstream", address, request))
         if request and int(data["connection"][k]) == address:
             _hold(nginx, int(data["pool"][k]), Holder("request", address, request))
-        elif client and whole[k] and not request and target.word(int(rows["data"][number])) == address:
+        elif whole[k] and int(data["signature"][k]) in layouts.CONTEXTS:
+            sessions.append((int(data["signature"][k]), int(rows["data"][number]), Holder("other", address)))
+        elif client and whole[k] and target.word(int(rows["data"][number])) == address:
             _http2(nginx, target, int(rows["data"][number]), layouts.HTTP2_CONNECTION_SIZE, Holder("http2", address))
+    return sessions
 
 
 def _http2(nginx: Nginx, target: Target, start: int, size: int, holder: Holder) -> None:
@@ -441,21 +507,107 @@ def _requests_by_content(nginx: Nginx, target: Target) -> None:
     waiting = [(int(nginx.addresses[k]), int(heads["connection"][k])) for k in np.flatnonzero(mine)]
     again = True
     while again:
-        again = False
-        for pool, connection in list(waiting):
+        again, left, waiting = False, waiting, []
+        for pool, connection in left:
             request = pool + nginx.header
             if pool not in nginx.holders:
                 number = nginx.number_holding(connection)
                 if number < 0 or int(nginx.addresses[number]) not in nginx.holders or target.word(connection) != request:
+                    waiting.append((pool, connection))
                     continue
                 owner = nginx.holders[int(nginx.addresses[number])]
                 _hold(nginx, pool, Holder("request", owner.connection, request))
-            waiting.remove((pool, connection))
             again = True
             stream, http2 = _stream_of(target, request)
             if stream:
                 _http2(nginx, target, stream, layouts.HTTP2_STREAM_SIZE, Holder("http2", nginx.holders[pool].connection, request))
                 _http2(nginx, target, http2, layouts.HTTP2_CONNECTION_SIZE, Holder("http2", nginx.holders[pool].connection))
+
+
+def _quic_streams(nginx: Nginx, target: Target) -> None:
+    """The pools of QUIC streams: each begins with the stream's ngx_connection_t, whose `quic` names the real connection."""
+    addresses = nginx.addresses + np.uint64(nginx.header)
+    heads, whole = target.space.gather(addresses, layouts.CONNECTION)
+    mine = np.flatnonzero(whole & (heads["pool"] == nginx.addresses) & (heads["listening"] != 0))
+    streams, _ = target.space.gather(addresses[mine] + np.uint64(layouts.QUIC), np.uint64)
+    streams, _ = target.space.gather(streams, layouts.QUIC_STREAM)
+    parents, _ = target.space.gather(streams["parent"], layouts.CONNECTION)
+    for k in np.flatnonzero(streams["connection"] == addresses[mine]):
+        if int(parents["pool"][k]) in nginx.holders:
+            _hold(nginx, int(nginx.addresses[mine[k]]), Holder("quic", int(streams["parent"][k])))
+
+
+def _contexts(nginx: Nginx, target: Target, sessions: list[tuple[int, int, Holder]]) -> None:
+    """Pools that hold what a module keeps for a request or session (mail's auth_http makes such)."""
+    requests = {holder.request: holder for holder in nginx.holders.values() if holder.request}
+    sessions = sessions + [(layouts.REQUEST_SIGNATURE, request, Holder("other", holder.connection, request))
+                           for request, holder in requests.items()]
+    modules = nginx.modules()
+    for signature, offset in layouts.CONTEXTS.items():
+        count = max((int(module["ctx_index"]) + 1 for _, module in modules if int(module["type"]) == signature), default=0)
+        mine = [(address, holder) for kind, address, holder in sessions if kind == signature]
+        if not mine or not 0 < count < 4096:
+            continue
+        arrays, _ = target.space.gather(np.array([address for address, _ in mine], np.uint64) + np.uint64(offset), np.uint64)
+        contexts, _ = target.space.gather(arrays, struct(8 * count, of=(0, f"({count},)u8")))
+        owners = nginx.numbers_holding(contexts["of"].reshape(-1)).reshape(-1, count)
+        for k, module in zip(*np.nonzero(owners >= 0)):
+            _hold(nginx, int(nginx.addresses[owners[k, module]]), mine[k][1])
+
+
+def _timers(nginx: Nginx, target: Target, cycles: list[np.void]) -> None:
+    """Pools of what waits for a timer: the event, or its `data`, lies in the pool or in a malloc block that points to it."""
+    variable = target.symbol("ngx_event_timer_rbtree")
+    if not variable:
+        return
+    events = _tree(target, target.word(variable) or 0, target.word(variable + 8) or 0) - np.uint64(layouts.EVENT_TIMER)
+    for cycle in cycles:   # those of connections are known
+        size = np.uint64(int(cycle["connection_n"]) * layouts.EVENT_SIZE)
+        for base in (cycle["read_events"], cycle["write_events"]):
+            events = events[(events < base) | (events >= base + size)]
+    for part in np.split(events, range(1 << 14, len(events), 1 << 14)):
+        heads, whole = target.space.gather(part, struct(24, data=(0, "u8"), handler=(16, "u8")))
+        for pointers in (part, heads["data"]):
+            for pools in (nginx.numbers_holding(pointers), _pointed_to(nginx, pointers)):
+                for k in np.flatnonzero((pools >= 0) & whole):
+                    _hold(nginx, int(nginx.addresses[pools[k]]), Holder("timer", handler=int(heads["handler"][k])))
+
+
+def _pointed_to(nginx: Nginx, pointers: np.ndarray) -> np.ndarray:
+    """The number of the first pool whose address is in the 64 words at each pointer, within its malloc block; -1: none.
+
+    Blocks that belong to a pool are not looked into.
+    """
+    found = np.full(len(pointers), -1, np.int64)
+    order = np.argsort(nginx.addresses)
+    for heap, (_, owner) in zip(nginx.heaps, nginx.owners):
+        rows = heap.blocks.rows_of(pointers)
+        mine = np.flatnonzero(rows >= 0)
+        mine = mine[owner[rows[mine]] == 0]
+        if not len(mine) or not len(order):
+            continue
+        ends = heap.blocks.address[rows[mine]] + heap.blocks.size[rows[mine]].astype(np.uint64) - np.uint64(8)
+        count = np.minimum((ends - pointers[mine]).astype(np.int64) >> 3, 64)
+        count[ends <= pointers[mine]] = 0
+        of = np.repeat(np.arange(len(mine)), count)
+        place = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+        words, _ = nginx.target.space.gather(pointers[mine][of] + place.astype(np.uint64) * np.uint64(8), np.uint64)
+        at = order[np.minimum(np.searchsorted(nginx.addresses, words, sorter=order), len(order) - 1)]
+        match = np.flatnonzero(nginx.addresses[at] == words)[::-1]   # backwards: the first one of each is written last
+        found[mine[of[match]]] = at[match]
+    return found
+
+
+def _tree(target: Target, root: int, sentinel: int) -> np.ndarray:
+    """The nodes (addresses, uint64) of an ngx_rbtree_t, level by level."""
+    level, nodes = np.array([root], np.uint64), []
+    level = level[level != np.uint64(sentinel)]
+    while len(level) and len(nodes) < 128:   # a red-black tree is not deeper
+        nodes.append(level)
+        rows, present = target.space.gather(level, layouts.TREE_NODE)
+        level = np.concatenate([rows["left"][present], rows["right"][present]])
+        level = np.unique(level[(level != np.uint64(sentinel)) & (level != 0)])
+    return np.concatenate(nodes) if nodes else np.zeros(0, np.uint64)
 
 
 def _stream_of(target: Target, request: int) -> tuple[int, int]:

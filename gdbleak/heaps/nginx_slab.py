@@ -93,17 +93,12 @@ def _list_elements(target: Target, address: int) -> list[int]:
 
 def _module_names(nginx: Nginx) -> dict[int, str]:
     """Address of each ngx_module_t of the cycle -> its name."""
-    target, names = nginx.target, {}
-    at = int(nginx.fields["modules"])
-    while at and len(names) < 4096:
-        module = target.word(at)
-        if not module:
-            break
+    names = {}
+    for address, module in nginx.modules():
         try:
-            names[module] = target.space.cstring(target.space.word(module + 16), 128).decode("utf-8", "replace")
+            names[address] = nginx.target.space.cstring(int(module["name"]), 128).decode("utf-8", "replace")
         except Absent:
-            names[module] = ""
-        at += 8
+            names[address] = ""
     return names
 
 

@@ -117,16 +117,15 @@ def _allocator(report: Report, vm: VM) -> None:
     if heap is None:
         report.say("allocator: the system's malloc (or one of the program's own), so its objects are blocks of that heap")
         return
-    free = heap.free_bytes + heap.top_bytes
-    report.say(f"allocator lj_alloc: {heap.footprint:,} bytes mapped in {len(heap.segments)} segments; in use {heap.in_use_bytes:,} "
-               f"({heap.in_use_chunks:,} chunks), free pool {free:,} ({heap.free_chunks:,} chunks, {heap.top_bytes:,} in top), "
-               f"overhead {heap.overhead:,}")
+    numbers = {name: heap.total(name) for name in ("in_use_bytes", "in_use_chunks", "overhead")}
+    report.say(f"allocator lj_alloc: {heap.footprint:,} bytes mapped in {len(heap.segments)} segments and {len(heap.direct)} mappings of "
+               f"single blocks; in use {numbers['in_use_bytes']:,} ({numbers['in_use_chunks']:,} chunks), free pool {heap.free_pool:,} "
+               f"({heap.total('free_chunks'):,} chunks, {heap.total('top_bytes'):,} in top), overhead {numbers['overhead']:,}")
     report.say("  the free pool is kept for the next objects and goes back to the system only by whole segments: it is no leak")
     for note in heap.notes:
         report.say(f"  note: {note}")
     report.add(Data({"type": "totals", "command": "leak-gc allocator", "segments": len(heap.segments), "mapped_bytes": heap.footprint,
-                     "in_use_bytes": heap.in_use_bytes, "in_use_chunks": heap.in_use_chunks, "free_bytes": free,
-                     "overhead_bytes": heap.overhead}))
+                     "direct_bytes": sum(size for _, size in heap.direct), "free_bytes": heap.free_pool, **numbers}))
 
 
 def _refined(vm: VM, top: int) -> list[Table]:

@@ -107,13 +107,13 @@ def account(analysis: Analysis) -> list[tuple[Mapping, list[Part]]]:
     target = analysis.target
     claims = _claims(analysis.glibc)
     starts = [claim.start for claim in claims]
-    threads = _threads_own(target)
+    threads, lua = _threads_own(target), _lua_own(analysis)
     accounts = []
     for mapping in target.mappings:
         first = max(bisect.bisect_right(starts, mapping.start) - 1, 0)
         last = bisect.bisect_left(starts, mapping.end)
         inside = [claim for claim in claims[first:last] if claim.end > mapping.start]
-        rest = _Rest(analysis, mapping, threads, any(claim.region.kind == "brk" for claim in inside))
+        rest = _Rest(analysis, mapping, threads, lua, any(claim.region.kind == "brk" for claim in inside))
         parts, at = [], mapping.start
         for claim in inside:
             low, high = max(claim.start, at), min(claim.end, mapping.end)
@@ -186,9 +186,9 @@ def _chunks(heap: GlibcHeap, region: Region, low: int, high: int) -> list[Amount
     rows = slice(region.first, region.last)
     address, size, state = blocks.address[rows], blocks.size[rows], blocks.state[rows]
     first, last = (int(k) for k in np.searchsorted(address, np.array([low + 16, high + 16], np.uint64)))
-    counts, totals = np.zeros((64, 8), np.int64), np.zeros((64, 8), np.int64)
+    counts, totals = np.zeros(512, np.int64), np.zeros(512, np.int64)
     kernel.histogram(size[first:last], state[first:last], counts, totals)
-    counts, sums = counts.sum(axis=0), totals.sum(axis=0)
+    counts, sums = (array.reshape(64, 8).sum(axis=0) for array in (counts, totals))
 
     def end_of(row):
         return int(address[row]) - 16 + int(size[row])
@@ -218,6 +218,28 @@ def _threads_own(target: Target) -> list[Part]:
     for part in sorted(wanted, key=lambda part: (part.start, part.end)):
         cut = _clipped(part, parts[-1].end if parts else 0, part.end)
         parts += [cut] if cut.size > 0 else []
+    return parts
+
+
+def _lua_own(analysis: Analysis) -> list[Part]:
+    """The segments of LuaJIT's allocators and the mappings of their single blocks, sorted; no two overlap."""
+    wanted = []
+    for number, vm in enumerate(analysis.luajit):
+        heap = vm.allocator
+        name = f"LuaJIT allocator of VM {number + 1}" if len(analysis.luajit) > 1 else "LuaJIT allocator"
+        for segment in heap.segments if heap else ():
+            amounts = [Amount("in use", IN_USE, segment.in_use_bytes, segment.in_use_chunks),
+                       Amount("free pool", FREE, segment.free_bytes + segment.top_bytes, segment.free_chunks + 1),
+                       Amount(OVERHEAD, OVERHEAD, segment.overhead, 0)]
+            rest = segment.size - sum(amount.bytes for amount in amounts)
+            wanted.append(Part(segment.start, segment.start + segment.size, name, "segment",
+                               amounts + [Amount(DAMAGED, UNEXPLAINED, rest)] * (rest > 0)))
+        for start, size in heap.direct if heap else ():
+            wanted.append(_whole(start, start + size, name, "single block", "in use", IN_USE))
+    parts: list[Part] = []
+    for part in sorted(wanted, key=lambda part: part.start):
+        if not parts or part.start >= parts[-1].end:
+            parts.append(part)
     return parts
 
 
@@ -260,6 +282,7 @@ class _Rest:
     analysis: Analysis
     mapping: Mapping
     threads: list[Part]
+    lua: list[Part]
     brk: bool
 
     def parts(self, low: int, high: int) -> list[Part]:
@@ -289,6 +312,17 @@ class _Rest:
         return parts + self._neither(at, high)
 
     def _neither(self, low: int, high: int) -> list[Part]:
+        """[low, high) by LuaJIT's allocators, and what is nobody's."""
+        parts, at = [], low
+        for owned in self.lua:
+            if owned.start < high and owned.end > at:
+                whole = at <= owned.start and owned.end <= high
+                inside = owned if whole else _clipped(owned, at, high)
+                parts += self._nobodys(at, inside.start) + [inside]
+                at = inside.end
+        return parts + self._nobodys(at, high)
+
+    def _nobodys(self, low: int, high: int) -> list[Part]:
         return [_whole(low, high, *self._nature())] if low < high else []
 
     def _nature(self) -> tuple[str, ...]:

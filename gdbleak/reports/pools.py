@@ -69,7 +69,7 @@ def _totals(report: Report, analysis: Analysis, nginx: Nginx, kinds: np.ndarray)
     if number:
         report.say(f"{number:,} pools ({lost:,} bytes, {share(lost, total)} of all pools) are unreached: no connection, request, upstream, HTTP/2 "
                    "stream, timer or cycle leads to them. Forgotten pools look so; so do those that only a module's own structures know "
-                   "(e.g. the lua module's timers and regexes)")
+                   "(e.g. the lua module's regexes)")
     _outside(report, analysis, nginx)
     report.totals(pools=len(kinds), bytes=total, unreached_pools=number, unreached_bytes=lost, in_use_bytes=in_use,
                   connections=nginx.connections, by_kind={name: int((kinds == code).sum()) for code, name in enumerate(KINDS)})
@@ -238,13 +238,13 @@ def _profile(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Profile:
                       "Malloc chunks that pools hold, each pool under what it serves; small: pool blocks, large: "
                       "allocations of their own (sizes measured, creators inferred unless the pool names them)")
     first, group = nginx.groups(kinds)
-    unreached: dict[int, list[str]] = {}
+    alike: dict[int, list[str]] = {}
     for number in np.flatnonzero(chosen):
         kind, row = KINDS[kinds[number]], nginx.table[number]
-        if kind == "unreached":   # there can be very many, all alike
-            frames = unreached.get(group[number])
+        if kind in ("unreached", "timer"):   # there can be very many, all alike
+            frames = alike.get(group[number])
             if frames is None:
-                frames = unreached[group[number]] = _frames(nginx, int(first[group[number]]), kind)
+                frames = alike[group[number]] = _frames(nginx, int(first[group[number]]), kind)
         else:
             frames = _frames(nginx, int(number), kind)
         profile.add(frames + ["small"], int(row[kernel.BLOCK_BYTES]), int(row[kernel.BLOCKS]))

@@ -11,6 +11,7 @@ from ..heaps import glibc_layouts as layouts
 from ..heaps.blocks import STATES, Region
 from ..heaps.glibc import GlibcHeap
 from ..kernels import chunks as kernel
+from ..runtimes.luajit_names import Names
 from ..target.target import Mapping, Target
 from .analysis import Analysis
 from .blocks import LINE, hexdump
@@ -24,7 +25,7 @@ BIN_STEPS = 100_000          # how far a free list is followed to learn which on
 CACHE_STEPS = 100_000
 _NO_POINTERS = ("orig_rax", "cs", "eflags", "ss", "ds", "es", "fs", "gs", "pstate")
 _KEYS = ("mapping_start", "mapping_end", "perms", "path", "module", "symbol", "stack_of", "arena", "region",
-         "block_address", "block_size", "block_usable", "block_state", "block_offset", "pool")
+         "block_address", "block_size", "block_usable", "block_state", "block_offset", "pool", "lua_object")
 # Blocks whose last 8 usable bytes are the first word of the next chunk's header.
 _TAKEN = (kernel.IN_USE, kernel.TCACHED, kernel.FASTBIN)
 _REGIONS = {"brk": "brk heap", "heap": "heap", "mmap": "mmapped part", "mmapped": "mmapped chunk"}
@@ -89,6 +90,8 @@ def run(analysis: Analysis, arguments) -> Report:
     if block:
         _block(target, block, address, facts)
         _pool(analysis, block, facts)
+    if mapping:
+        _lua(analysis, address, facts)
     _registers(target, address, block, facts)
     report.say("\n  ".join([f"{address:#x}", *facts.lines]))
     if mapping:
@@ -292,6 +295,16 @@ def _cache_of(target: Target, block: Block) -> str:
                 link, steps = target.word(at), steps - 1
                 at = link ^ (at >> 12) if link is not None and heap.release >= layouts.SAFE_LINKING else link
     return ""
+
+
+def _lua(analysis: Analysis, address: int, facts: Facts) -> None:
+    """The Lua object whose own bytes hold the address."""
+    for vm in analysis.luajit:
+        row = vm.row_holding(address)
+        if row >= 0:
+            start = int(vm.objects.address[row])
+            facts.add(f"Lua: {printable(Names(vm).object(row), 200)} at {start:#x}, {int(vm.objects.size[row]):,} bytes"
+                      f"{'' if vm.graph.tree.seen[row] else ', dead'} (leak-path {start:#x})", lua_object=start)
 
 
 def _pool(analysis: Analysis, block: Block, facts: Facts) -> None:

@@ -122,6 +122,8 @@ class VM:
         except Absent:
             return None
         heap = lj_alloc.read(self.target, allocd) if allocd else None
+        if heap is not None:
+            heap.direct = _direct_mappings(self)
         return heap
 
     @cached_property
@@ -386,6 +388,25 @@ def _buffers(vm: VM) -> dict[str, int]:
             parts["light userdata segments"] = 4 * (2 << (number.bit_length() - 1) if number else 2)
     return parts
 
+
+
+def _direct_mappings(vm: VM) -> list[tuple[int, int]]:
+    """(start, size) of the mappings of single blocks, of which no list is kept: large objects and parts of tables know them."""
+    objects, layout = vm.objects, vm.layout
+    blocks = objects.address[objects.size >= lj_alloc.DIRECT].tolist()
+    for row in np.flatnonzero((objects.kind == kernel.TAB) & (objects.size >= lj_alloc.DIRECT)).tolist():
+        for name in ("GCtab_array", "GCtab_node"):
+            try:
+                blocks.append(vm.ref(int(objects.address[row]) + getattr(layout, name)))
+            except Absent:
+                continue
+    for row in np.flatnonzero((objects.kind == kernel.THREAD) & (objects.size >= lj_alloc.DIRECT)).tolist():
+        blocks.append(vm.ref(int(objects.address[row]) + layout.L_stack))
+    if layout.ref * vm.string_buckets >= lj_alloc.DIRECT:
+        blocks.append(vm.ref(vm.g + (layout.g_str if layout.g_str >= 0 else layout.g_strhash)))
+    blocks.append(vm.ref(vm.g + layout.g_tmpbuf + layout.SBuf_b))
+    found = {lj_alloc.direct_mapping(vm.target, block) for block in blocks if block}
+    return sorted(mapping for mapping in found if mapping)
 
 
 # -- references -----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ which reference size it is follows from where they do; the sum over all objects 
 """
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -155,7 +156,7 @@ class VM:
 def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
     """Every VM of the target, by the shape of GG_State at the beginning of an mspace or of a malloc block."""
     found: dict[int, VM] = {}
-    for candidates, how in ((_in_mappings(target), "the shape of its GG_State in an mspace"),
+    for candidates, how in ((_in_mappings(target, heaps), "the shape of its GG_State in an mspace"),
                             (_in_blocks(heaps), "the shape of its GG_State in a malloc block")):
         for main in _plausible(target, candidates):
             vm = None if main in found else _vm_at(target, main, how)
@@ -164,13 +165,23 @@ def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
     return [found[main] for main in sorted(found)]
 
 
-def _in_mappings(target: Target) -> np.ndarray:
-    """Where a GG_State can lie at the beginning of an mspace: each page of anonymous memory, behind its malloc_state."""
+def _in_mappings(target: Target, heaps: list[GlibcHeap]) -> np.ndarray:
+    """Where a GG_State can lie at the beginning of an mspace: each page of anonymous memory that is not malloc's, behind its
+    malloc_state."""
+    taken = sorted((region.start, region.end) for heap in heaps for region in heap.regions)
     pages = []
     for mapping in target.mappings:
-        if mapping.writable and (not mapping.path or mapping.path.startswith("[")):
-            for low, high in target.space.present(mapping.start, mapping.end):
-                pages.append(np.arange((low + 4095) & ~4095, high - 4096 + 1, 4096, dtype=np.uint64))
+        if not mapping.writable or (mapping.path and not mapping.path.startswith("[")):
+            continue
+        low = mapping.start
+        for start, end in taken[bisect.bisect_right(taken, (mapping.start,)):] + [(mapping.end, mapping.end)]:
+            if start >= mapping.end:
+                start = end = mapping.end
+            for first, last in target.space.present(low, start) if low < start else ():
+                pages.append(np.arange((first + 4095) & ~4095, last - 4096 + 1, 4096, dtype=np.uint64))
+            low = max(low, end)
+            if low >= mapping.end:
+                break
     if not pages:
         return np.zeros(0, np.uint64)
     return (np.concatenate(pages)[:, None] + np.arange(0x370, 0x3a1, 16, dtype=np.uint64)).reshape(-1)

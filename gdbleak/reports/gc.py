@@ -7,8 +7,9 @@ import numpy as np
 
 from ..kernels import luajit as kernel
 from ..runtimes import luajit_layouts
-from ..runtimes.luajit import VM
+from ..runtimes.luajit import VM, finalizer_table, table_nodes
 from ..runtimes.luajit_names import Names
+from ..target.address_space import Absent
 from ..target.target import TargetError
 from .analysis import Analysis
 from .document import Data, Report, Table, printable, share, size_name
@@ -102,8 +103,8 @@ def _strings(vm: VM) -> Table:
 def _parts(vm: VM) -> Table:
     rows = [["objects", int(vm.objects.size.sum())]] + [[name, size] for name, size in vm.buffers.items() if size]
     rows.append(["sum", vm.accounted])
-    used = f"string table: {vm.string_buckets_used:,} of {vm.string_buckets:,} slots used; machine code (not in gc.total): " \
-           f"{_machine_code(vm):,} bytes"
+    used = (f"string table: {vm.string_buckets_used:,} of {vm.string_buckets:,} slots used; machine code (not in gc.total): "
+            f"{_machine_code(vm):,} bytes")
     return Table(["part of gc.total", "bytes"], rows, "what gc.total is made of", (0,), used)
 
 
@@ -129,19 +130,54 @@ def _allocator(report: Report, vm: VM) -> None:
 
 
 def _refined(vm: VM, top: int) -> list[Table]:
-    """cdata by C type, userdata by metatable, functions by where they are written."""
+    """cdata by C type, their finalizers, userdata by metatable, functions by where they are written, tables by their path."""
     names, tables = Names(vm), []
     for kind, title, name_of in ((kernel.CDATA, "cdata by C type", names.ctype_of),
                                  (kernel.UDATA, "userdata by metatable", lambda row: names.metatable_name(row) or "(no name)"),
                                  (kernel.FUNC, "functions by where they begin", names.function)):
-        counts: Counter = Counter()
-        sums: Counter = Counter()
-        for row in np.flatnonzero(vm.objects.kind == kind):
-            name = name_of(int(row))
-            counts[name] += 1
-            sums[name] += int(vm.objects.size[row])
-        if counts:
-            rows = [[printable(name, 80), counts[name], size] for name, size in sums.most_common(top)]
-            left = len(sums) - len(rows)
-            tables.append(Table([kernel.KINDS[kind], "count", "bytes"], rows, title, (0,), f"{left:,} more: --top N" if left else ""))
-    return tables
+        rows = [(name_of(int(row)), int(vm.objects.size[row])) for row in np.flatnonzero(vm.objects.kind == kind)]
+        tables.append(_counted(kernel.KINDS[kind], title, rows, top))
+    tables.append(_counted("finalizer", "cdata by finalizer (bytes: of the cdata objects alone)", list(_finalizers(names)), top))
+    tables.append(_table_paths(vm, top))
+    return [table for table in tables if table.rows]
+
+
+def _counted(noun: str, title: str, rows: list[tuple[str, int]], top: int) -> Table:
+    """(name, bytes) pairs summed up by name, the most bytes first."""
+    counts: Counter = Counter(name for name, _ in rows)
+    sums: Counter = Counter()
+    for name, size in rows:
+        sums[name] += size
+    shown = [[printable(name, 80), counts[name], size] for name, size in sums.most_common(max(top, 0))]
+    left = len(sums) - len(shown)
+    return Table([noun, "count", "bytes"], shown, title, (0,), f"{left:,} more: --top N shows them" if left else "")
+
+
+def _finalizers(names: Names):
+    """(what finalizes it, bytes) of each cdata object that has a finalizer."""
+    vm = names.vm
+    table = finalizer_table(vm)
+    try:
+        nodes = table_nodes(vm, table).tolist() if table else []
+    except Absent:
+        nodes = []
+    for value, key in nodes:
+        kind, held = vm.object_in(value)
+        cdata, address = vm.object_in(key)
+        row = vm.row(address) if cdata == kernel.CDATA else -1
+        if kind and row >= 0:
+            yield names.finalizer(held), int(vm.objects.size[row])
+
+
+def _table_paths(vm: VM, top: int) -> Table:
+    """Groups of tables by the path that leads to them, the most bytes of their own first."""
+    from .gc_refs import Folded
+    folded = Folded(vm)
+    groups = folded.groups
+    tables = np.flatnonzero((groups.kind == kernel.TAB) & (groups.count > 0))
+    rows = []
+    for group in tables[np.argsort(-groups.bytes[tables], kind="stable")][:max(top, 0)]:
+        path = " => ".join(printable(folded.frame(step), 60) for step in folded.path(int(group)))
+        rows.append([path if len(path) < 120 else "... " + path[-116:], int(groups.count[group]), int(groups.bytes[group])])
+    left = len(tables) - len(rows)
+    return Table(["table", "count", "bytes"], rows, "tables by path (their own bytes)", (0,), f"{left:,} more: --top N shows them" if left else "")

@@ -147,6 +147,20 @@ class Names:
             self.__dict__["_registry"] = names
         return self.__dict__["_registry"]
 
+    def finalizer(self, address: int) -> str:
+        """What the finalizer at `address`, a Lua function or a cdata that holds a C function, calls."""
+        row = self.vm.row(address)
+        if row < 0:
+            return "?"
+        if int(self.vm.objects.kind[row]) == kernel.FUNC:
+            return self.function(row)
+        try:
+            code = self.vm.target.space.word(address + self.vm.layout.GCcdata_sizeof)
+            code = code if self.vm.target.module_at(code) else self.vm.target.space.word(code)   # a reference to it
+        except Absent:
+            return self.ctype_of(row)
+        return self.vm.target.name_of(code) or self.ctype_of(row)
+
     # -- C types ---------------------------------------------------------------------------------------------------------------
     def ctype_of(self, row: int) -> str:
         """The C type of a cdata object."""

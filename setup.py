@@ -12,7 +12,6 @@ setup(
     version=VERSION,
     description="Who holds the memory of a process or a core file, through which path, and is it a leak",
     packages=find_packages(include=["gdbleak", "gdbleak.*"]),
-    package_data={"gdbleak": ["**/*.js", "**/*.css", "**/*.html", "**/*.svg", "**/*.json"]},
     python_requires=">=3.9",
     install_requires=["numpy", "pygdbmi>=0.11", "tabulate", "pyelftools"],
     extras_require={"fast": ["numba"], "test": ["pytest", "networkx"]},

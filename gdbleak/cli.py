@@ -39,17 +39,29 @@ def main(arguments: Optional[List[str]] = None) -> int:
     """Run one command line; the exit status."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if sys.stdout is None:  # closed by who started us
+        sys.stdout = open(os.devnull, "w")
     try:
-        return run(sys.argv[1:] if arguments is None else arguments)
+        status = run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return status
     except Failure as failure:
         print(f"gdbleak: {failure}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python must not flush into the pipe at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+        drop_output()
+        return READER_GONE  # the reader (head, less) has seen enough
+    except OSError as error:
+        drop_output()
+        print(f"gdbleak: {error.filename or 'cannot write the report'}: {error.strerror}", file=sys.stderr)
+        return FAILED
+
+
+def drop_output() -> None:
+    """Where standard output went takes no more: Python must not flush into it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: List[str]) -> int:

@@ -8,6 +8,8 @@ import stat
 import struct
 from typing import BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
+from .target.sysroot import resolve
+
 ET_CORE = 4
 PT_LOAD, PT_NOTE = 1, 4
 PN_XNUM = 0xFFFF
@@ -132,7 +134,7 @@ def executable(core: Core, sysroot: str = "") -> Tuple[Optional[str], Optional[s
     if not name:
         return None, "the core does not name its executable; name it with --exe"
     name = name[:-len(" (deleted)")] if name.endswith(" (deleted)") else name
-    path = sysroot + name
+    path = resolve(sysroot, name)
     with open(core.path, "rb") as file:
         ours = _build_id(lambda address, size: _memory(core, file, address, size), start, core.order)
     if not ours:

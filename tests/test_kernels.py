@@ -87,14 +87,23 @@ def test_walk_of_random_words():
         same(chunks.walk, lambda: (*space.buffer, 4096, 4096 + 8 * 64, *scratch(64), 0, 0, 64, np.zeros(2, np.uint64)), (6, 7, 8, 12))
 
 
-def test_resume():
+def test_reach_and_resume():
     random = np.random.default_rng(2)
     for _ in range(300):
-        words = random.choice([0, 0, 0x10, 0x11, 0x21, 0x31, 0x20, 0x51, 0x1001], 128).astype(np.uint64)
-        space = Space(words)
-        for fences in (0, 1):
+        space = Space(random.choice(np.array([0, 0, 0x10, 0x11, 0x21, 0x31, 0x20, 0x51, 0x1001], np.uint64), 128))
+
+        def steps():
+            made = np.zeros(65, np.uint8)
+            made[64] = chunks.ANCHORED
+            return made
+
+        for budget in (64, 5):
+            same(chunks.reach, lambda: (*space.buffer, 4096, 4096 + 8 * 128, 64, budget, 32, steps()), (9,))
+        reached = steps()
+        chunks.reach(*space.buffer, 4096, 4096 + 8 * 128, 64, 64, 32, reached)
+        for least in (2, chunks.ANCHORED):
             for fresh in (0, 1):
-                same(chunks.resume, lambda: (*space.buffer, 4096, 4096 + 8 * 128, fences, fresh, reserve(128, np.uint8)))
+                same(chunks.resume, lambda: (*space.buffer, 4096, 7, 64, least, fresh, reached))
 
 
 def test_follow_lists(heaps):

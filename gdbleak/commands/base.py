@@ -7,7 +7,7 @@ import shlex
 
 import gdb
 
-from .. import channel
+from .. import channel, interrupts
 from . import options
 
 _NUMPY = "GDB's Python has no {}; run scripts/setup in gdbleak's directory, which makes .venv for it"
@@ -34,7 +34,9 @@ class LeakCommand(gdb.Command):
             if not str(error):
                 return
             raise gdb.GdbError(str(error)) from None
-        except (ValueError, OSError, MemoryError) as error:
+        except OSError as error:
+            raise gdb.GdbError(f"leak-{self.name}: {_one_line(_os_error(error))}") from None
+        except (ValueError, MemoryError) as error:
             raise gdb.GdbError(f"leak-{self.name}: {_one_line(error)}") from None
         except ImportError as error:
             raise gdb.GdbError(_NUMPY.format(error.name or error)) from None
@@ -59,20 +61,23 @@ class LeakCommand(gdb.Command):
             return 0
         arguments = options.parser(self.name).parse_args(words)
         arguments.evaluate = _evaluate
-        from ..flame import check_path, write
-        from ..reports.analysis import Analysis
-        from ..target import debugger
+        with interrupts.deferred():
+            import tabulate  # noqa: F401  used when the report is printed
+            from ..flame import check_path, write
+            from ..heaps import nginx_pool  # noqa: F401
+            from ..reports.analysis import Analysis
+            from ..target import debugger
+            module = importlib.import_module(f"gdbleak.reports.{self.name.replace('-', '_')}")
         flame = getattr(arguments, "flame", None)
         if flame:
             check_path(flame)
         analysis = Analysis.of(debugger.current_target())
-        report = importlib.import_module(f"gdbleak.reports.{self.name}").run(analysis, arguments)
+        report = module.run(analysis, arguments)
         _show(report.json_text() if arguments.json == "-" else report.text())
         if arguments.json and arguments.json != "-":
-            with open(arguments.json, "w", encoding="utf-8") as stream:
-                stream.write(report.json_text())
+            _write(arguments.json, lambda: _save(arguments.json, report.json_text()))
         if flame:
-            write(report.profile, flame)
+            _write(flame, lambda: write(report.profile, flame))
         return report.status
 
     def complete(self, text, word):
@@ -82,6 +87,19 @@ class LeakCommand(gdb.Command):
             typed = word if last.startswith("-") else ""
             return [flag[len(last) - len(word):] for flag in known if flag.startswith(last)] if typed else known
         return gdb.COMPLETE_EXPRESSION if self.name in ("what", "pools") else gdb.COMPLETE_FILENAME
+
+
+def _save(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def _write(path: str, writing) -> None:
+    """Call what writes the file; an error that does not name the file, such as a full disk, gets its name."""
+    try:
+        writing()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _show(text: str) -> None:
@@ -94,7 +112,11 @@ def _show(text: str) -> None:
             stream.write(text)
 
 
-def _one_line(error: BaseException) -> str:
+def _os_error(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
+def _one_line(error) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 

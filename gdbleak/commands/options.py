@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 
 COMMANDS = {
     "memory": "every byte of the target: which mapping, which heap, in use or free",
@@ -19,8 +18,6 @@ COMMANDS = {
     "what": "what lies at an address: mapping, symbol, arena, block, pool, stack or register",
 }
 STATES = ("in-use", "free", "tcached", "top", "all")
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_NUMBER = re.compile(r"(0x[0-9a-f]+|\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?|b)?$", re.IGNORECASE)
 
 
 class UsageError(Exception):
@@ -40,30 +37,6 @@ class _Joined(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, " ".join(values))
-
-
-def size(text: str, evaluate=None) -> int:
-    """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions)."""
-    match = _NUMBER.match(text.strip())
-    if match:
-        number = int(match[1], 16) if match[1].lower().startswith("0x") else float(match[1]) if "." in match[1] else int(match[1])
-        return int(number * _UNITS[(match[2] or "").lower()])
-    if evaluate is None:
-        raise ValueError(f"{text!r} is no size: give a number, with k, M or G if you like")
-    return evaluate(text)
-
-
-def size_range(text: str, evaluate=None) -> tuple[int, int]:
-    """`256k-512k` as [256k, 512k); `64k-` without an upper end; a single size means just that size."""
-    low, dash, high = text.partition("-")
-    if dash:
-        first = size(low, evaluate) if low.strip() else 0
-        last = size(high, evaluate) if high.strip() else 1 << 63
-        if last <= first:
-            raise ValueError(f"the size range {text!r} is empty: give LOW-HIGH")
-        return first, last
-    exact = size(text, evaluate)
-    return exact, exact + 1
 
 
 def parser(name: str, shell: bool = False) -> argparse.ArgumentParser:

@@ -22,9 +22,10 @@ def reserve(count: int, dtype) -> np.ndarray:
 
 @dataclass
 class Region:
-    """A stretch of an arena: chunks from `start` to `end`, blocks[first:last]; `overhead`: headers and fenceposts in it.
+    """A stretch of an arena: chunks from `start` to `end`, blocks[first:last]; `overhead`: headers and fenceposts.
 
-    `kind`: "brk", "heap" (of a non-main arena), "mmap" (of a main arena whose brk failed), "mmapped" (one chunk of its own).
+    `kind`: "brk", "heap" (of a non-main arena), "mmap" (of a main arena whose brk failed), "mmapped" (one chunk of its
+    own).
     """
 
     start: int
@@ -61,7 +62,7 @@ class Check:
 
 
 class Blocks:
-    """Rows sorted by address: `address` (user address, uint64), `size` (chunk bytes, header included, uint64), `state`."""
+    """Rows sorted by address: `address` (user address, uint64), `size` (chunk bytes with header, uint64), `state`."""
 
     def __init__(self, address: np.ndarray, size: np.ndarray, state: np.ndarray):
         self.address, self.size, self.state = address, size, state

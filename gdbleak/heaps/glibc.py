@@ -13,12 +13,13 @@ import numpy as np
 
 from .. import channel
 from ..kernels import chunks as kernel
-from ..target.address_space import PAGE, Absent
+from ..target.address_space import Absent
 from ..target.elf import Module
 from ..target.target import Target
 from . import glibc_layouts as layouts
 from .blocks import Blocks, Check, Damage, Region, reserve
 
+PAGE = 4096                     # the smallest there is; larger ones are multiples of it
 TILE = 200_000                  # chunks a kernel call: how long Ctrl-C may have to wait
 NONCONTIGUOUS = 2               # malloc_state.flags
 _IS_MMAPPED = 2
@@ -345,15 +346,8 @@ def _walked(target: Target, module: Module, address: int, dtype: np.dtype, since
 def _clip(target: Target, heap: GlibcHeap, region: Region) -> bool:
     """Cut off what no mapping holds, which a damaged start or size may claim; whether anything is left."""
     start, end = region.start, region.end
-    at = end - 1 if target.mapping_at(end - 1) else start
-    low = high = at
-    for mapping in reversed(target.mappings):
-        if mapping.start <= low <= mapping.end:
-            low = mapping.start
-    for mapping in target.mappings:
-        if mapping.start <= high <= mapping.end:
-            high = mapping.end
-    region.start, region.end = max(start, (low + 15) & ~15), min(end, high)
+    extent = target.extent(end - 1) or target.extent(start) or (start, start)
+    region.start, region.end = max(start, (extent[0] + 15) & ~15), min(end, extent[1])
     if (region.start, region.end) != (start, end):
         heap.damage.append(Damage(start, f"a region of arena {region.arena} cannot be {start:#x}-{end:#x}: not all of it is mapped"))
     return region.end - region.start >= 32
@@ -371,8 +365,8 @@ def _main_regions(target: Target, heap: GlibcHeap) -> list[Region]:
     if base and main.contiguous:
         regions.append(Region(start, end or base + main.system_mem, "brk", 0, overhead=start - base))
     elif base:
-        mapping = target.mapping_at(base)
-        stop = _fence_after(target, start, mapping.end) or mapping.end if mapping else base
+        extent = target.extent(base)
+        stop = _fence_after(target, start, extent[1]) or extent[1] if extent else base
         regions.append(Region(start, end if end and base <= top < stop else stop, "brk", 0, overhead=start - base))
     if not main.contiguous and end:
         regions += _morecore_regions(target, heap, regions, top, end)
@@ -383,17 +377,17 @@ def _top_end(target: Target, heap: GlibcHeap) -> int:
     """Where the main arena's top chunk ends; 0, and the damage recorded, when that cannot be."""
     main = heap.arenas[0]
     top = int(main.fields["top"])
-    word, mapping = target.word(top + 8), target.mapping_at(top)
-    if mapping is None or top & 15:
+    word, extent = target.word(top + 8), target.extent(top)
+    if extent is None or top & 15:
         heap.damage.append(Damage(main.address + heap.state.fields["top"][1], f"the top of arena 0, {top:#x}, is no chunk"))
         return 0
     if word is None:
         heap.damage.append(Damage(top, "the top chunk is not in the core"))
         return 0
     size = word & ~7
-    if size < 16 or size & 15 or top + size > mapping.end:
+    if size < 16 or size & 15 or top + size > extent[1]:
         heap.damage.append(Damage(top, f"the size {size:#x} of the top chunk of arena 0 cannot be"))
-        return mapping.end
+        return extent[1]
     return top + size
 
 
@@ -407,23 +401,22 @@ def _morecore_regions(target: Target, heap: GlibcHeap, known: list[Region], top:
     if not any(region.start <= top < region.end for region in known):
         found.append(Region(_morecore_start(target, heap, top, end), end, "mmap", 0))
     room = heap.arenas[0].system_mem - sum(region.end - region.start + region.overhead for region in known + found)
-    for mapping in target.mappings:
-        if mapping.writable and not mapping.path:
-            for at, high in _chunk_pages(target, mapping):
-                if room < PAGE:
-                    return found
-                inside = any(region.start <= at < region.end for region in known + found)
-                stop = 0 if inside else _fence_after(target, at, high)
-                if stop and stop - at <= room:
-                    found.append(Region(at, stop, "mmap", 0))
-                    room -= stop - at
+    for extent in target.anonymous():
+        for at, high in _chunk_pages(target, *extent):
+            if room < PAGE:
+                return found
+            inside = any(region.start <= at < region.end for region in known + found)
+            stop = 0 if inside else _fence_after(target, at, high)
+            if stop and stop - at <= room:
+                found.append(Region(at, stop, "mmap", 0))
+                room -= stop - at
     return found
 
 
-def _chunk_pages(target: Target, mapping) -> list[tuple[int, int]]:
-    """(address, end of what is present) of the pages of a mapping that begin like a main arena's first chunk."""
+def _chunk_pages(target: Target, start: int, end: int) -> list[tuple[int, int]]:
+    """(address, end of what is present) of the pages in [start, end) that begin like a main arena's first chunk."""
     pages = []
-    for low, high in target.space.present(mapping.start, mapping.end):
+    for low, high in target.space.present(start, end):
         first = (low + PAGE - 1) & ~(PAGE - 1)
         if high - first < PAGE:
             continue
@@ -448,16 +441,19 @@ def _fence_after(target: Target, at: int, high: int) -> int:
 
 def _morecore_start(target: Target, heap: GlibcHeap, top: int, end: int) -> int:
     """The page at which the region of an mmapped top begins: the lowest from which sizes lead to top."""
-    mapping = target.mapping_at(top)
-    if mapping is None:
+    extent = target.extent(top)
+    if extent is None:
         return top
-    low = max(mapping.start, end - heap.arenas[0].system_mem)
+    low = max(extent[0], end - heap.arenas[0].system_mem)
     table = target.space.table([(low, top + 16)])
     at = (low + PAGE - 1) & ~(PAGE - 1)
-    while at <= top:
-        start = _resume(_buffer(target, table), at, top, fences=False) if at < top else top
-        if not start or not start & (PAGE - 1):
-            return start or top
+    reach = _Reach(_buffer(target, table), at, top)
+    while at < top:
+        start = reach.resume(at, least=kernel.ANCHORED)
+        if not start:
+            break
+        if not start & (PAGE - 1):
+            return start
         at = (start + PAGE - 1) & ~(PAGE - 1)
     return top
 
@@ -500,22 +496,19 @@ def _mmapped_regions(target: Target, heap: GlibcHeap, taken: list[Region]) -> li
     if heap.parameters is not None and not int(heap.parameters["n_mmaps"]):
         return []
     extra = 16 if heap.release >= layouts.MMAPPED_WITHOUT_HEADER else 0
-    spans = sorted((region.start, region.end) for region in taken)
-    stacks = [thread.stack for thread in target.threads if thread.stack]
-    joined: list[list[int]] = []   # a chunk's mapping may have been split since, by mprotect, mlock or madvise
-    for mapping in target.mappings:
-        if mapping.path or (mapping.start, mapping.end) in stacks or not mapping.readable:
-            continue
-        if joined and joined[-1][1] == mapping.start:
-            joined[-1][1] = mapping.end
-        else:
-            joined.append([mapping.start, mapping.end])
+    stacks = {thread.stack for thread in target.threads if thread.stack}
+    spans = sorted([(region.start, region.end) for region in taken] + list(stacks))
     found: list[tuple[int, int, int]] = []
-    for low, high in joined:
-        for start, end in spans + [(high, high)]:
-            if low < start and low < high:
-                found += _mmapped_candidates(target.space, low, min(start, high), extra)
-            low = max(low, end)
+    k = 0
+    for low, high in target.anonymous():
+        while k < len(spans) and spans[k][1] <= low:
+            k += 1
+        at = k
+        while low < high:
+            start, end = spans[at] if at < len(spans) and spans[at][0] < high else (high, high)
+            if low < start:
+                found += _mmapped_candidates(target.space, low, start, extra)
+            low, at = max(low, end), at + 1
     regions: list[Region] = []
     last = 0
     for base, negative_lead, end in sorted(set(found)):
@@ -558,9 +551,23 @@ def _buffer(target: Target, table):
     return target.space.words, table.starts, table.ends, table.offsets
 
 
-def _resume(buffer, start: int, stop: int, fences: bool = True, fresh: bool = False) -> int:
-    """The lowest chunk address from `start` on from which sizes lead exactly to `stop` (or, with `fences`, to fenceposts), or 0."""
-    return int(kernel.resume(*buffer, start, stop, fences, fresh, reserve((stop - start) // 16 + 1, np.uint8)))
+class _Reach:
+    """Where chunks can go on in [start, stop), asked as often as the walk breaks; worked out once, from the end backwards."""
+
+    CHAIN = 64                  # so many plausible chunks in a row are taken for chunks
+
+    def __init__(self, buffer, start: int, stop: int):
+        self.buffer, self.start, self.slots = buffer, start, (stop - start) // 16
+        self.steps = reserve(self.slots + 1, np.uint8)
+        self.steps[self.slots] = kernel.ANCHORED
+        slot, behind = self.slots, 32
+        while slot > 0:
+            slot, behind = kernel.reach(*buffer, start, stop, slot, 1 << 22, behind, self.steps)
+
+    def resume(self, at: int, fresh: bool = False, least: int = CHAIN) -> int:
+        """The address from `at` on where chunks go on, or 0."""
+        slot = kernel.resume(*self.buffer, self.start, max((at - self.start + 15) // 16, 0), self.slots, least, fresh, self.steps)
+        return self.start + 16 * slot if slot >= 0 else 0
 
 
 class _Walk:
@@ -589,8 +596,12 @@ class _Walk:
         self.heap.regions = self.regions
         self.heap.region_starts = [region.start for region in self.regions]
         self.heap.blocks = Blocks(self.address[:self.n], self.size[:self.n], self.state[:self.n])
+        regions: dict[int, list[Region]] = {}
+        for region in self.regions:
+            if region.kind != "mmapped":
+                regions.setdefault(region.arena, []).append(region)
         for arena in self.heap.arenas:
-            self._free_lists(arena)
+            self._free_lists(arena, regions.get(arena.index, []))
         self._tcaches()
 
     def _append(self, chunk: int, size: int, state: int) -> None:
@@ -599,9 +610,10 @@ class _Walk:
 
     def _region(self, region: Region) -> None:
         """Walk one region from its start to its top or its fencepost, stepping over what cannot be walked."""
-        top = next((t for t in self.tops if region.start <= t < region.end), None)
+        top = int(self.heap.arenas[region.arena].fields["top"])
+        top = top if region.start <= top < region.end and top in self.tops else None
         stop = region.end if top is None else top
-        at, first = region.start, self.n
+        at, first, self.reach = region.start, self.n, None
         while at < stop:
             self.n, at, why = self._tiles(at, stop, first)
             if why == kernel.END:
@@ -633,7 +645,9 @@ class _Walk:
     def _step_over(self, region: Region, at: int, stop: int, why: int, first: int) -> int:
         """After a break at `at`: record what it was and return where chunks go on (`stop` when nowhere)."""
         past = at + 32 if why == kernel.FENCE else at + 16
-        going_on = _resume(self.buffer, min(past, stop), stop, fresh=why == kernel.FENCE) or stop
+        if self.reach is None:
+            self.reach = _Reach(self.buffer, at & ~15, stop)
+        going_on = self.reach.resume(min(past, stop), fresh=why == kernel.FENCE) or stop
         last_good = int(self.address[self.n - 1]) - 16 if self.n > first else 0
         if why == kernel.FENCE and region.kind == "brk":
             region.overhead += 32
@@ -674,7 +688,7 @@ class _Walk:
         free = self.heap.blocks.state[region.first:region.last] == kernel.FREE
         return int(np.count_nonzero(free)), int(self.heap.blocks.size[region.first:region.last][free].sum())
 
-    def _free_lists(self, arena: Arena) -> None:
+    def _free_lists(self, arena: Arena, regions: list[Region]) -> None:
         heap, blocks = self.heap, self.heap.blocks
         last = len(blocks)
         safe = heap.release >= layouts.SAFE_LINKING
@@ -696,7 +710,7 @@ class _Walk:
             arena.bin_bytes += int(total)
             whole &= why == kernel.END
             self._complain(why, where, holder + 16 if holder != head else 0, f"bin {k + 1} of arena {arena.index}")
-        free = [self._free_of(region) for region in self.regions if region.arena == arena.index and region.kind != "mmapped"]
+        free = [self._free_of(region) for region in regions]
         walked, walked_bytes = (sum(column) for column in zip(*free)) if free else (0, 0)
         if walked != arena.bin_blocks:
             heap.notes.append(f"arena {arena.index}: its bins list {arena.bin_blocks:,} free chunks, the walk finds {walked:,}"

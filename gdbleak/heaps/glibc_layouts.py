@@ -14,8 +14,8 @@ NBINS = 254                    # words of malloc_state.bins: 127 pairs
 
 
 def _state(size, bins, following, top, fastbins, attached, system) -> np.dtype:
-    fields = dict(mutex=(0, "i4"), flags=(4, "i4"), top=(top, "u8"), bins=(bins, f"({NBINS},)u8"), next=(following, "u8"),
-                  system_mem=(system, "u8"), max_system_mem=(system + 8, "u8"))
+    fields = dict(mutex=(0, "i4"), flags=(4, "i4"), top=(top, "u8"), bins=(bins, f"({NBINS},)u8"),
+                  next=(following, "u8"), system_mem=(system, "u8"), max_system_mem=(system + 8, "u8"))
     if fastbins:
         fields["fastbinsY"] = (fastbins, "(10,)u8")
     if attached:
@@ -57,7 +57,8 @@ MALLOC_PAR = {
 
 HEAP_INFO = {
     (2, 17): struct(32, ar_ptr=(0, "u8"), prev=(8, "u8"), size=(16, "u8"), mprotect_size=(24, "u8")),
-    (2, 35): struct(48, ar_ptr=(0, "u8"), prev=(8, "u8"), size=(16, "u8"), mprotect_size=(24, "u8"), pagesize=(32, "u8")),
+    (2, 35): struct(48, ar_ptr=(0, "u8"), prev=(8, "u8"), size=(16, "u8"), mprotect_size=(24, "u8"),
+                    pagesize=(32, "u8")),
 }
 
 # struct tcache_perthread_struct: bytes a counter, bins, offset of entries, size

@@ -9,6 +9,7 @@ from ..target.layout import struct
 
 POOL = struct(80, d_last=(0, "u8"), d_end=(8, "u8"), d_next=(16, "u8"), d_failed=(24, "u8"), max=(32, "u8"),
               current=(40, "u8"), chain=(48, "u8"), large=(56, "u8"), cleanup=(64, "u8"), log=(72, "u8"))
+POOL_LOG, CONNECTION_LOG = 72, 80
 DEBUG_POOL_HEADER = 96        # Tengine's debug pool: `size` at 80, `stat` at 88; stat->func (at 0) names the creator
 BLOCK_HEADER = 32             # the later blocks of a pool have only `d`
 
@@ -22,8 +23,8 @@ CONTEXTS = {REQUEST_SIGNATURE: 16, 0x4D525453: 48, 0x4C49414D: 40}   # "HTTP", "
 EVENT_SIZE = 96
 EVENT_TIMER = 40                # ngx_event_t.timer, a node of the tree of timers
 TREE_NODE = struct(24, left=(8, "u8"), right=(16, "u8"))
-QUIC = 144                      # ngx_connection_t.quic: its stream, which knows the parent and it again
-QUIC_STREAM = struct(72, parent=(56, "u8"), connection=(64, "u8"))
+QUIC = 144                      # ngx_connection_t.quic, where there is such: a ngx_quic_stream_t
+QUIC_STREAM = struct(72, connection=(64, "u8"))
 ARRAY_POOL = 32                 # ngx_array_t.pool
 KEEPALIVE_CONNECTION = 24       # ngx_http_upstream_keepalive_cache_t.connection
 HTTP2_STREAM_SIZE = 160

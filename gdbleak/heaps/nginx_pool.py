@@ -25,12 +25,13 @@ _REQUEST_LINE = re.compile(rb"[A-Z]{2,16} [^\x00-\x20]+( HTTP/\d(\.\d)?)?\s*$")
 
 # Which function of nginx creates pools of a kind: known from nginx's source, so inferred for a pool.
 CREATORS = {"cycle": "ngx_init_cycle", "connection": "ngx_event_accept", "request": "ngx_http_alloc_request",
-            "upstream": "ngx_http_upstream_connect", "http2": "ngx_http_v2_*", "quic": "ngx_quic_create_stream", "temp": "ngx_init_cycle"}
+            "upstream": "ngx_http_upstream_connect", "http2": "ngx_http_v2_*", "quic": "ngx_quic_create_stream",
+            "temp": "ngx_init_cycle"}
 
 
 @dataclass
 class Holder:
-    """Whose a pool is: its kind, and the connection, request, or handler of a timer (addresses, 0: none) that lead to it."""
+    """Whose a pool is: its kind, and the connection, request or timer handler (addresses, 0: none) that lead to it."""
 
     kind: str
     connection: int = 0
@@ -81,13 +82,15 @@ class Nginx:
     addresses: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     table: np.ndarray = field(default_factory=lambda: np.zeros((0, kernel.COLUMNS), np.int64))
     known: set[int] = field(default_factory=set)         # the same addresses
-    loose: dict[int, np.ndarray] = field(default_factory=dict)          # reached pools on no malloc heap, not yet in table
+    loose: dict[int, np.ndarray] = field(default_factory=dict)          # reached, on no malloc heap, not yet in table
     owners: list[tuple[int, np.ndarray]] = field(default_factory=list)  # per heap: its first pool; block row -> pool + 1
     header: int = 80                                     # bytes of ngx_pool_t; 96 in Tengine's debug pools
     holders: dict[int, Holder] = field(default_factory=dict)                   # pool address -> whose it is
     connections: int = 0                                 # in use
     notes: list[str] = field(default_factory=list)
     request_line_offsets: list[int] = field(default_factory=list)       # where request_line was found in a request
+    listeners: dict[int, str] = field(default_factory=dict)             # address of an ngx_listening_t -> its text
+    line_searches: int = 0                                              # in requests where it was not
 
     # -- questions ------------------------------------------------------------------------------------------------------
     def kinds(self) -> np.ndarray:
@@ -178,12 +181,22 @@ class Nginx:
         names = np.zeros(len(self.addresses), np.uint64)
         if self.header == layouts.DEBUG_POOL_HEADER:
             names, _ = self.target.space.gather(self.addresses + np.uint64(88), np.uint64)
-        heads, whole = self.target.space.gather(self.addresses + np.uint64(self.header), layouts.REQUEST)
-        request = whole & (heads["signature"] == layouts.REQUEST_SIGNATURE) & (heads["pool"] == self.addresses)
-        keys = np.stack([kinds.astype(np.int64), self.table[:, kernel.HANDLER], self.table[:, kernel.SIZE], request,
-                         names.view(np.int64)], axis=1)
-        _, first, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        return first, group.reshape(-1)
+        request = np.zeros(len(self.addresses), bool)
+        request[self.requests()[0]] = True
+        group = np.zeros(len(self.addresses), np.int64)
+        for key in (kinds, self.table[:, kernel.HANDLER], self.table[:, kernel.SIZE], request, names):
+            values, number = np.unique(key, return_inverse=True)
+            _, first, group = np.unique(group * len(values) + number, return_index=True, return_inverse=True)
+        return first, group
+
+    def requests(self) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of the pools that begin with an HTTP request, those requests): nginx allocates it first in its pool."""
+        addresses = self.addresses + np.uint64(self.header)
+        words, _ = self.target.space.gather(addresses, np.uint64)
+        maybe = np.flatnonzero(words.astype(np.uint32) == layouts.REQUEST_SIGNATURE)
+        requests, whole = self.target.space.gather(addresses[maybe], layouts.REQUEST)
+        sure = whole & (requests["pool"] == self.addresses[maybe])
+        return maybe[sure], requests[sure]
 
     def _debug_creator(self, address: int) -> str:
         try:
@@ -213,8 +226,16 @@ class Nginx:
         """The address a connection was accepted on, "" for one that nginx made itself."""
         try:
             listening = int(self.target.space.struct(connection, layouts.CONNECTION)["listening"])
-            if not listening:
-                return ""
+        except Absent:
+            return ""
+        if listening not in self.listeners:
+            self.listeners[listening] = self._listening(listening)
+        return self.listeners[listening]
+
+    def _listening(self, listening: int) -> str:
+        if not listening:
+            return ""
+        try:
             fields = self.target.space.struct(listening, layouts.LISTENING)
             size = int(fields["addr_text_len"])
             if 0 < size < 128:
@@ -229,6 +250,9 @@ class Nginx:
             line = self._line_at(request + offset)
             if line:
                 return line.decode("utf-8", "backslashreplace")
+        if self.request_line_offsets or self.line_searches > 100:   # there can be very many without a line
+            return ""
+        self.line_searches += 1
         for offset in range(600, 1200, 8):
             line = self._line_at(request + offset)
             if line and b" HTTP/" in line:
@@ -329,13 +353,13 @@ def _from_cycle(nginx: Nginx, target: Target) -> None:
     cycles = [nginx.fields, *_old_cycles(nginx, target)]
     sessions = [found for cycle in cycles for found in _connections(nginx, target, cycle)]
     _take_in_loose(nginx)
-    _quic_streams(nginx, target)
     _requests_by_content(nginx, target)
     _contexts(nginx, target, sessions)
     _timers(nginx, target, cycles)
     _take_in_loose(nginx)
     if not any(int(cycle["connections"]) for cycle in cycles):
-        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it began to serve")
+        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it began "
+                           "to serve")
 
 
 def _read_cycle(nginx: Nginx, target: Target) -> None:
@@ -468,6 +492,7 @@ def _connections(nginx: Nginx, target: Target, cycle: np.void) -> list[tuple[int
     active = np.flatnonzero(used)
     nginx.connections += int(np.count_nonzero(rows["pool"][active] * (rows["fd"][active] != -1)))
     data, whole = target.space.gather(rows["data"][active], layouts.REQUEST)
+    quic = _are_quic_streams(target, addresses[active])
     for k, number in enumerate(active):
         address, pool = int(addresses[number]), int(rows["pool"][number])
         client = bool(rows["listening"][number])
@@ -478,63 +503,63 @@ def _connections(nginx: Nginx, target: Target, cycle: np.void) -> list[tuple[int
             if request and int(data["connection"][k]) == address and int(data["pool"][k]) == pool:
                 _hold(nginx, pool, Holder("other", address, request))
             continue
-        _hold(nginx, pool, Holder("connection" if client else "upstream", address, request))
+        kind = "quic" if quic[k] else "connection" if client else "upstream"
+        _hold(nginx, pool, Holder(kind, address, request))
         if request and int(data["connection"][k]) == address:
             _hold(nginx, int(data["pool"][k]), Holder("request", address, request))
         elif whole[k] and int(data["signature"][k]) in layouts.CONTEXTS:
             sessions.append((int(data["signature"][k]), int(rows["data"][number]), Holder("other", address)))
         elif client and whole[k] and target.word(int(rows["data"][number])) == address:
-            _http2(nginx, target, int(rows["data"][number]), layouts.HTTP2_CONNECTION_SIZE, Holder("http2", address))
+            _http2(nginx, target, int(rows["data"][number]), layouts.HTTP2_CONNECTION_SIZE, Holder("http2", address),
+                   int(rows["log"][number]))
     return sessions
 
 
-def _http2(nginx: Nginx, target: Target, start: int, size: int, holder: Holder) -> None:
-    """Hold every pool that a structure of an HTTP/2 connection points to."""
+def _are_quic_streams(target: Target, connections: np.ndarray) -> np.ndarray:
+    """Which of the connections are streams of a QUIC connection: their `quic` names them again."""
+    streams, _ = target.space.gather(connections + np.uint64(layouts.QUIC), np.uint64)
+    streams, whole = target.space.gather(streams, layouts.QUIC_STREAM)
+    return whole & (streams["connection"] == connections)
+
+
+def _http2(nginx: Nginx, target: Target, start: int, size: int, holder: Holder, log: int) -> None:
+    """Hold every pool that a structure of an HTTP/2 connection points to.
+
+    nginx makes such pools with the connection's `log`. A pool with another one only lies where one of them has been.
+    """
     for low, high in target.space.present(start, start + size)[:1]:
         for word in target.space.words_of(low, high & ~7).tolist():
-            if word in nginx.known and word not in nginx.holders:
+            if word in nginx.known and word not in nginx.holders and target.word(word + layouts.POOL_LOG) == log:
                 _hold(nginx, word, holder)
 
 
 def _requests_by_content(nginx: Nginx, target: Target) -> None:
     """Requests whose connection is no row of the connections array (HTTP/2 streams have one of their own in a pool).
 
-    nginx allocates a request first in its own pool, so each pool is asked. It is reached when the connection it names lies in a
-    reached pool and points back to it. Repeated until nothing is added, as such pools lead to others.
+    Each pool is asked. It is reached when the connection it names lies in a reached pool and points back to it. Repeated
+    until nothing is added, as such pools lead to others.
     """
-    heads, whole = target.space.gather(nginx.addresses + np.uint64(nginx.header), layouts.REQUEST)
-    mine = whole & (heads["signature"] == layouts.REQUEST_SIGNATURE) & (heads["pool"] == nginx.addresses)
-    waiting = [(int(nginx.addresses[k]), int(heads["connection"][k])) for k in np.flatnonzero(mine)]
+    numbers, requests = nginx.requests()
+    waiting = list(zip(nginx.addresses[numbers].tolist(), requests["connection"].tolist()))
+    waiting = [(pool, connection) for pool, connection in waiting if pool not in nginx.holders]
     again = True
     while again:
         again, left, waiting = False, waiting, []
         for pool, connection in left:
             request = pool + nginx.header
-            if pool not in nginx.holders:
-                number = nginx.number_holding(connection)
-                if number < 0 or int(nginx.addresses[number]) not in nginx.holders or target.word(connection) != request:
-                    waiting.append((pool, connection))
-                    continue
-                owner = nginx.holders[int(nginx.addresses[number])]
-                _hold(nginx, pool, Holder("request", owner.connection, request))
+            number = nginx.number_holding(connection)
+            if number < 0 or int(nginx.addresses[number]) not in nginx.holders or target.word(connection) != request:
+                waiting.append((pool, connection))
+                continue
+            owner = nginx.holders[int(nginx.addresses[number])]
+            _hold(nginx, pool, Holder("request", owner.connection, request))
             again = True
             stream, http2 = _stream_of(target, request)
             if stream:
-                _http2(nginx, target, stream, layouts.HTTP2_STREAM_SIZE, Holder("http2", nginx.holders[pool].connection, request))
-                _http2(nginx, target, http2, layouts.HTTP2_CONNECTION_SIZE, Holder("http2", nginx.holders[pool].connection))
-
-
-def _quic_streams(nginx: Nginx, target: Target) -> None:
-    """The pools of QUIC streams: each begins with the stream's ngx_connection_t, whose `quic` names the real connection."""
-    addresses = nginx.addresses + np.uint64(nginx.header)
-    heads, whole = target.space.gather(addresses, layouts.CONNECTION)
-    mine = np.flatnonzero(whole & (heads["pool"] == nginx.addresses) & (heads["listening"] != 0))
-    streams, _ = target.space.gather(addresses[mine] + np.uint64(layouts.QUIC), np.uint64)
-    streams, _ = target.space.gather(streams, layouts.QUIC_STREAM)
-    parents, _ = target.space.gather(streams["parent"], layouts.CONNECTION)
-    for k in np.flatnonzero(streams["connection"] == addresses[mine]):
-        if int(parents["pool"][k]) in nginx.holders:
-            _hold(nginx, int(nginx.addresses[mine[k]]), Holder("quic", int(streams["parent"][k])))
+                connection = nginx.holders[pool].connection
+                log = target.word((target.word(http2) or 0) + layouts.CONNECTION_LOG) or 0
+                _http2(nginx, target, stream, layouts.HTTP2_STREAM_SIZE, Holder("http2", connection, request), log)
+                _http2(nginx, target, http2, layouts.HTTP2_CONNECTION_SIZE, Holder("http2", connection), log)
 
 
 def _contexts(nginx: Nginx, target: Target, sessions: list[tuple[int, int, Holder]]) -> None:
@@ -544,11 +569,12 @@ def _contexts(nginx: Nginx, target: Target, sessions: list[tuple[int, int, Holde
                            for request, holder in requests.items()]
     modules = nginx.modules()
     for signature, offset in layouts.CONTEXTS.items():
-        count = max((int(module["ctx_index"]) + 1 for _, module in modules if int(module["type"]) == signature), default=0)
+        count = 1 + max((int(module["ctx_index"]) for _, module in modules if int(module["type"]) == signature), default=-1)
         mine = [(address, holder) for kind, address, holder in sessions if kind == signature]
         if not mine or not 0 < count < 4096:
             continue
-        arrays, _ = target.space.gather(np.array([address for address, _ in mine], np.uint64) + np.uint64(offset), np.uint64)
+        addresses = np.array([address for address, _ in mine], np.uint64)
+        arrays, _ = target.space.gather(addresses + np.uint64(offset), np.uint64)
         contexts, _ = target.space.gather(arrays, struct(8 * count, of=(0, f"({count},)u8")))
         owners = nginx.numbers_holding(contexts["of"].reshape(-1)).reshape(-1, count)
         for k, module in zip(*np.nonzero(owners >= 0)):
@@ -556,7 +582,7 @@ def _contexts(nginx: Nginx, target: Target, sessions: list[tuple[int, int, Holde
 
 
 def _timers(nginx: Nginx, target: Target, cycles: list[np.void]) -> None:
-    """Pools of what waits for a timer: the event, or its `data`, lies in the pool or in a malloc block that points to it."""
+    """Pools of what waits for a timer: the event, or its `data`, lies in one or in a malloc block that points to one."""
     variable = target.symbol("ngx_event_timer_rbtree")
     if not variable:
         return

@@ -16,7 +16,9 @@ IN_USE, FREE, FASTBIN, TCACHED, TOP = 1, 2, 3, 4, 5
 END, BUDGET, BAD_SIZE, ABSENT, FENCE, LOOP, STRAY = 0, 1, 2, 3, 4, 5, 6
 
 _U3, _U7, _U8, _U15, _U16, _U32 = (np.uint64(k) for k in (3, 7, 8, 15, 16, 32))
-_ZERO, _ONE, _TWO, _THREE, _TWELVE = (np.uint64(k) for k in (0, 1, 2, 3, 12))
+_ZERO, _ONE, _TWO, _THREE, _FOUR, _TWELVE = (np.uint64(k) for k in (0, 1, 2, 3, 4, 12))
+ANCHORED = 255                 # of a chain of chunks: it leads to the end
+FRESH_SLOTS = 1 << 16
 _NOT7 = np.uint64(0xfffffffffffffff8)
 
 
@@ -151,13 +153,14 @@ def _follow_array(words, starts, ends, offsets, user, protect, address, size, st
 
 
 @kernel(_follow_array)
-def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, protect: I64, address: U64s, size: U64s, state: U8s,
-           first: I64, last: I64, only: U64, mark: I64, limit: I64):
+def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, protect: I64, address: U64s, size: U64s,
+           state: U8s, first: I64, last: I64, only: U64, mark: I64, limit: I64):
     """Mark a singly linked free list (tcache or fastbin) from user address `user`; (count, bytes, why, where it
     led, the block whose link led there).
 
-    `protect` bit 0: links are safe-linked; bit 1: they point to the chunk, not to the user address. `only`: the chunk size all
-    of them must have (0: any). Only blocks that a walk found IN_USE among rows [first, last) are marked with `mark`.
+    `protect` bit 0: links are safe-linked; bit 1: they point to the chunk, not to the user address. `only`: the chunk
+    size all of them must have (0: any). Only blocks that a walk found IN_USE among rows [first, last) are marked with
+    `mark`.
     """
     count, total, holder = 0, 0, _ZERO
     while user != _ZERO:
@@ -215,7 +218,8 @@ def _bin_array(words, starts, ends, offsets, head, limit):
 
 @kernel(_bin_array)
 def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, limit: I64):
-    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong, the chunk before).
+    """Follow a doubly linked bin whose head poses as chunk `head`; (count, bytes, why, where it went wrong, the chunk
+    before).
 
     Every member must be readable, of a possible size, and its `bk` must name the one before: else STRAY or LOOP.
     """
@@ -242,74 +246,112 @@ def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, 
     return count, total, END, _ZERO, _ZERO
 
 
-def _resume_array(words, starts, ends, offsets, start, stop, fences, fresh, reaches):
-    start, stop = int(start), int(stop)
-    landing, rows = {stop}, []
-    for s, e, o in zip(starts.tolist(), ends.tolist(), offsets.tolist()):
-        low, high = max((s + 15) & ~15, start), min(e & ~15, stop)
-        if low >= high:
-            continue
-        heads = words[(o + low - s + 8) >> 3:(o + high - s) >> 3:2]
-        before = words[(o + low - s) >> 3:(o + high - s) >> 3:2]
-        length = heads & _NOT7
-        at = np.arange(low, low + 16 * len(heads), 16, dtype=np.uint64)
-        if fences:
-            fence = at[:-1][(length[:-1] == _U16) & ((length[1:] == _U16) | (length[1:] == _ZERO)) & (heads[1:] & _ONE != 0)]
-            landing.update(fence.tolist())
-        good = (length >= _U32) & (length & _U15 == 0) & (length <= np.uint64(stop) - at)
-        rows += zip(at[good].tolist(), heads[good].tolist(), before[good].tolist())
-    found = found_fresh = 0
-    for at, head, before in reversed(rows):
-        if at + (head & ~7) in landing:
-            landing.add(at)
-            if head & 1:
-                found = at
-                found_fresh = found_fresh if before else at
-    return found_fresh if fresh and found_fresh else found
-
-
-@kernel(_resume_array)
-def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, fences: I64, fresh: I64, reaches: U8s):
-    """The lowest chunk address at or after `start` from which sizes lead exactly to `stop`, or 0.
-
-    Marks, from the end backwards, each 16-byte slot whose size lands on a marked slot; with `fences`, a pair of fenceposts is a place
-    to land on too. The chunk after a gap always has its "previous in use" bit set (there is no chunk before it), so slots without it are
-    no answer. `fresh`: rather one whose word before its size is zero, as it is in memory that has just come from brk. `reaches`:
-    uint8, zeroed, one more than there are slots.
-    """
-    slots = np.int64((stop - start) >> np.uint64(4))
-    reaches[slots] = 1
-    found = _ZERO
-    found_fresh = _ZERO
-    following = _U32   # the head of the slot behind this one; not a fencepost's at the end
-    k = np.int64(len(starts)) - 1
-    j = slots - 1
-    while j >= 0 and k >= 0:
-        at = start + (np.uint64(j) << np.uint64(4))
+def _reach_array(words, starts, ends, offsets, start, stop, last, budget, behind, steps):
+    memory = memoryview(words)
+    starts, ends, offsets, steps = starts.tolist(), ends.tolist(), offsets.tolist(), memoryview(steps)
+    start, stop, behind, k = int(start), int(stop), int(behind), len(starts) - 1
+    first = max(int(last) - int(budget), 0)
+    for j in range(int(last) - 1, first - 1, -1):
+        at = start + 16 * j
         while k >= 0 and starts[k] > at:
             k -= 1
         if k < 0:
-            break
+            return 0, 32
+        if at + 16 > ends[k]:
+            behind = 32
+            continue
+        head = memory[((offsets[k] + at - starts[k]) >> 3) + 1]
+        length = head & ~7
+        if 32 <= length <= stop - at and not length & 15:
+            steps[j] = min(steps[j + (length >> 4)] + 1, ANCHORED)
+        elif length == 16 and behind & ~7 in (0, 16) and behind & 1:
+            steps[j] = ANCHORED
+        behind = head
+    return first, behind
+
+
+@kernel(_reach_array)
+def reach(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, last: I64, budget: I64, behind: U64,
+          steps: U8s):
+    """Tell of each 16-byte slot of [start, stop), from slot `last` - 1 down, how many chunks in a row begin there.
+
+    steps[slot] (uint8, zeroed, one more than there are slots, the one at `stop` ANCHORED) becomes the length of the chain of sizes
+    from there, ANCHORED when it leads to `stop` or to a pair of fenceposts (or is as long as that). At most `budget` slots a
+    call; (the slot reached, the head found in it: pass both on, at first the number of slots and 32).
+    """
+    first = last - budget
+    if first < 0:
+        first = 0
+    k = np.int64(len(starts)) - 1
+    j = last - 1
+    while j >= first:
+        at = start + (np.uint64(j) << _FOUR)
+        while k >= 0 and starts[k] > at:
+            k -= 1
+        if k < 0:
+            return 0, _U32
         if at + _U16 <= ends[k]:
-            i = (offsets[k] + at - starts[k]) >> _U3
-            head = words[i + _ONE]
+            head = words[((offsets[k] + at - starts[k]) >> _U3) + _ONE]
             length = head & _NOT7
-            if length >= _U32 and (length & _U15) == _ZERO and length <= stop - at and \
-                    reaches[j + np.int64(length >> np.uint64(4))]:
-                reaches[j] = 1
-                if head & _ONE:
-                    found = at
-                    if words[i] == _ZERO:
-                        found_fresh = at
-            elif fences and length == _U16 and following < _U32 and (following & _U8) == _ZERO and following & _ONE:
-                reaches[j] = 1
-            following = head
+            if length >= _U32 and (length & _U15) == _ZERO and length <= stop - at:
+                chain = np.int64(steps[j + np.int64(length >> _FOUR)]) + 1
+                steps[j] = ANCHORED if chain > ANCHORED else chain
+            elif length == _U16 and behind < _U32 and (behind & _U8) == _ZERO and (behind & _ONE) != _ZERO:
+                steps[j] = ANCHORED
+            behind = head
         else:
-            following = _U32
+            behind = _U32
         j -= 1
-    if fresh and found_fresh != _ZERO:
-        return found_fresh
-    return found
+    return first, behind
+
+
+def _resume_array(words, starts, ends, offsets, start, slot, slots, least, fresh, steps):
+    memory = memoryview(words)
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    candidates = np.flatnonzero(steps[slot:slots] >= least) + int(slot)
+    lowest = -1
+    for j in candidates.tolist():
+        at = int(start) + 16 * j
+        k = bisect.bisect_right(starts, at) - 1
+        i = (offsets[k] + at - starts[k]) >> 3
+        head = memory[i + 1]
+        if not head & 1 or head & ~7 < 32:
+            continue
+        lowest = j if lowest < 0 else lowest
+        if not fresh or not memory[i]:
+            return j
+        if j - lowest > FRESH_SLOTS:
+            break
+    return lowest
+
+
+@kernel(_resume_array)
+def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, slot: I64, slots: I64, least: I64, fresh: I64,
+           steps: U8s):
+    """The first slot from `slot` on where chunks go on after a gap: at least `least` in a row; -1 when there is none.
+
+    The chunk after a gap always has its "previous in use" bit set (there is no chunk before it). `fresh`: rather one whose word
+    before its size is zero, as it is in memory that has just come from brk, if there is one within 1 MiB.
+    """
+    lowest = -1
+    for j in range(slot, slots):
+        if steps[j] < least:
+            continue
+        at = start + (np.uint64(j) << _FOUR)
+        k = _piece(starts, ends, at)
+        if k < 0 or at + _U16 > ends[k]:
+            continue
+        i = (offsets[k] + at - starts[k]) >> _U3
+        head = words[i + _ONE]
+        if (head & _ONE) == _ZERO or (head & _NOT7) < _U32:
+            continue
+        if lowest < 0:
+            lowest = j
+        if fresh == 0 or words[i] == _ZERO:
+            return j
+        if j - lowest > FRESH_SLOTS:
+            break
+    return lowest
 
 
 def _histogram_array(size, state, counts, totals):

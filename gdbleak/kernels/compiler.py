@@ -16,9 +16,11 @@ import types
 
 import numpy as np
 
+from .. import interrupts
+
 _SCALARS = {"U64": (ctypes.c_uint64, "uint64"), "I64": (ctypes.c_int64, "int64")}
 _ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32), "U8s": np.dtype(np.uint8)}
-_VERSION = "1"
+_VERSION = "2"
 
 
 def helper(function):
@@ -69,7 +71,8 @@ def _parameters(function) -> list[str]:
 def _machine_code(module) -> dict:
     """Kernel name -> (address, result types) of one file's kernels; empty when they cannot be compiled here."""
     try:
-        from llvmlite import binding
+        with interrupts.deferred():
+            from llvmlite import binding
     except Exception:  # noqa: BLE001  also an llvmlite whose library does not load
         return {}
     try:
@@ -106,26 +109,27 @@ def _directory() -> str:
 
 
 def _read(path: str):
+    """(index, code) of a file that this user, and nobody else, can have written; None when there is none that is whole."""
     try:
         with open(path, "rb") as stream:
-            head = stream.readline()
-            code = stream.read()
-        index = json.loads(head)
-        if index.pop("sha256") != hashlib.sha256(code).hexdigest():
+            owner = os.fstat(stream.fileno())
+            if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+                return None
+            digest, index, code = stream.readline().strip(), stream.readline(), stream.read()
+        if digest.decode() != hashlib.sha256(index + code).hexdigest():
             return None
-        return index, code
-    except (OSError, ValueError, KeyError):
+        return json.loads(index), code
+    except (OSError, ValueError):
         return None
 
 
 def _write(path: str, kept) -> None:
-    index, code = kept
-    head = json.dumps({**index, "sha256": hashlib.sha256(code).hexdigest()}).encode() + b"\n"
+    index, code = json.dumps(kept[0]).encode() + b"\n", kept[1]
     unfinished = f"{path}.{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with open(unfinished, "wb") as stream:
-            stream.write(head + code)
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+            stream.write(hashlib.sha256(index + code).hexdigest().encode() + b"\n" + index + code)
         os.replace(unfinished, path)
     except OSError:
         pass   # compiled again next time
@@ -140,7 +144,8 @@ def _load(binding, target, index: dict, code: bytes) -> dict:
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)
-    return {name: (engine.get_function_address(symbol), results) for name, (symbol, results) in index.items()}
+    addresses = {name: engine.get_function_address(symbol) for name, (symbol, _) in index.items()}
+    return {name: (addresses[name], results) for name, (_, results) in index.items() if addresses[name]}
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -151,8 +156,9 @@ def _NO_DESTRUCTOR(_info):
 # -- compiling ------------------------------------------------------------------------------------------------------------
 def _compile(module, binding, target):
     """(index: kernel name -> (symbol, result types), object code) of all kernels of a file."""
-    import numba
-    from numba.core import compiler, registry
+    with interrupts.deferred():
+        import numba
+        from numba.core import compiler, registry
 
     flags = compiler.Flags()
     flags.nrt, flags.no_cpython_wrapper, flags.no_cfunc_wrapper, flags.error_model = False, True, True, "numpy"

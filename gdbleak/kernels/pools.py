@@ -76,7 +76,7 @@ def _at(starts, ends, offsets, address, size):
             low = middle + 1
         else:
             high = middle
-    if low == 0 or address + size > ends[low - 1] or address & 7:
+    if low == 0 or address > ends[low - 1] - size or address & 7:   # a sum could overflow, and any word be an address
         return -1
     return (offsets[low - 1] + address - starts[low - 1]) >> 3
 

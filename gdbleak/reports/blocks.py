@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..commands.options import size as size_of
+from ..quantities import size as size_of
 from ..heaps.blocks import STATES
 from ..target.target import Target
 from .analysis import Analysis

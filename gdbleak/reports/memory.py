@@ -7,7 +7,7 @@ from typing import Iterator, NamedTuple
 
 import numpy as np
 
-from ..commands.options import size as size_of
+from ..quantities import size as size_of
 from ..flame import Profile
 from ..heaps.blocks import FREE_STATES, STATES, Region
 from ..heaps.glibc import GlibcHeap
@@ -108,12 +108,14 @@ def account(analysis: Analysis) -> list[tuple[Mapping, list[Part]]]:
     claims = _claims(analysis.glibc)
     starts = [claim.start for claim in claims]
     threads, lua = _threads_own(target), _lua_own(analysis)
+    ends = [part.end for part in threads]
     accounts = []
     for mapping in target.mappings:
         first = max(bisect.bisect_right(starts, mapping.start) - 1, 0)
         last = bisect.bisect_left(starts, mapping.end)
         inside = [claim for claim in claims[first:last] if claim.end > mapping.start]
-        rest = _Rest(analysis, mapping, threads, lua, any(claim.region.kind == "brk" for claim in inside))
+        near = threads[bisect.bisect_right(ends, mapping.start):]   # sorted, and none overlaps another
+        rest = _Rest(analysis, mapping, near, lua, any(claim.region.kind == "brk" for claim in inside))
         parts, at = [], mapping.start
         for claim in inside:
             low, high = max(claim.start, at), min(claim.end, mapping.end)
@@ -289,7 +291,9 @@ class _Rest:
         """[low, high) by the threads and modules in it, and what is neither's."""
         parts, at = [], low
         for owned in self.threads:
-            if owned.start < high and owned.end > at:
+            if owned.start >= high:
+                break
+            if owned.end > at:
                 inside = _clipped(owned, at, high)
                 parts += self._by_module(at, inside.start) + [inside]
                 at = inside.end

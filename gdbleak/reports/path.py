@@ -1,7 +1,7 @@
 """leak-path: what keeps one object alive, from a root down to it."""
 from __future__ import annotations
 
-from ..commands.options import size as parse_size
+from ..quantities import size as parse_size
 from ..runtimes.luajit import VM
 from ..runtimes.luajit_names import Names
 from ..target.target import TargetError

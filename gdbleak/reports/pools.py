@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from ..commands.options import size as parse_size
+from ..quantities import size as parse_size
 from ..flame import Profile
 from ..heaps import nginx_layouts as layouts
 from ..heaps.nginx_pool import KINDS, Nginx, Pool
@@ -56,8 +56,8 @@ def _say_nginx(report: Report, analysis: Analysis, nginx: Nginx) -> None:
     report.say(f"nginx: {how}{debug}; {nginx.connections:,} connections in use")
     for note in nginx.notes:
         report.say(f"  note: {note}")
-    if not analysis.glibc:
-        report.say("  note: no glibc heap was found, so pools are known only where ngx_cycle leads to them: none can be told unreached")
+    if not any(len(heap.blocks) for heap in analysis.glibc):
+        report.say("  note: no glibc heap is in use, so pools are known only where ngx_cycle leads to them: none can be told unreached")
 
 
 def _totals(report: Report, analysis: Analysis, nginx: Nginx, kinds: np.ndarray) -> None:
@@ -238,18 +238,17 @@ def _profile(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Profile:
                       "Malloc chunks that pools hold, each pool under what it serves; small: pool blocks, large: "
                       "allocations of their own (sizes measured, creators inferred unless the pool names them)")
     first, group = nginx.groups(kinds)
-    alike: dict[int, list[str]] = {}
-    for number in np.flatnonzero(chosen):
-        kind, row = KINDS[kinds[number]], nginx.table[number]
-        if kind in ("unreached", "timer"):   # there can be very many, all alike
-            frames = alike.get(group[number])
-            if frames is None:
-                frames = alike[group[number]] = _frames(nginx, int(first[group[number]]), kind)
-        else:
-            frames = _frames(nginx, int(number), kind)
-        profile.add(frames + ["small"], int(row[kernel.BLOCK_BYTES]), int(row[kernel.BLOCKS]))
-        if row[kernel.LARGE]:
-            profile.add(frames + ["large"], int(row[kernel.LARGE_BYTES]), int(row[kernel.LARGE]))
+    columns = nginx.table[:, [kernel.BLOCK_BYTES, kernel.BLOCKS, kernel.LARGE_BYTES, kernel.LARGE]]
+    alike = chosen & np.isin(kinds, [KINDS.index("unreached"), KINDS.index("timer")])   # there can be very many of these
+    sums = np.zeros((len(first), 4), np.int64)
+    np.add.at(sums, group[alike], columns[alike])
+    single = np.flatnonzero(chosen & ~alike)
+    for number, row in [*zip(first, sums), *zip(single, columns[single])]:
+        if row[1]:
+            frames = _frames(nginx, int(number), KINDS[kinds[number]])
+            profile.add(frames + ["small"], int(row[0]), int(row[1]))
+            if row[3]:
+                profile.add(frames + ["large"], int(row[2]), int(row[3]))
     return profile
 
 

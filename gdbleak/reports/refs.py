@@ -1,7 +1,7 @@
 """leak-refs: what refers to one object, and what it refers to."""
 from __future__ import annotations
 
-from ..commands.options import size as parse_size
+from ..quantities import size as parse_size
 from ..runtimes.luajit_names import Names
 from .analysis import Analysis
 from .document import Report, Table, printable

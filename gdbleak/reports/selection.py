@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..commands.options import size, size_range
+from ..quantities import size, size_range
 from ..heaps.blocks import FREE_STATES, Region
 from ..heaps.glibc import GlibcHeap
 from ..kernels import chunks as kernel
@@ -59,8 +59,8 @@ def select(heaps: list[GlibcHeap], arguments) -> list[Slice]:
     states = _STATES.get(arguments.state)
     known = {str(arena.index) for heap in heaps for arena in heap.arenas} | {"mmapped"}
     if arguments.arena and arguments.arena not in known:
-        raise ValueError(f"there is no arena {arguments.arena}: this target has 0 to {max(int(k) for k in known - {'mmapped'})}, "
-                         "and `mmapped`")
+        highest = max(int(k) for k in known - {"mmapped"})
+        raise ValueError(f"there is no arena {arguments.arena}: this target has 0 to {highest}, and `mmapped`")
     found = []
     for heap in heaps:
         for region in heap.regions:
@@ -72,7 +72,8 @@ def select(heaps: list[GlibcHeap], arguments) -> list[Slice]:
                 part = slice(region.first, region.last)
                 chosen = np.ones(region.last - region.first, bool)
                 if bounds:
-                    chosen &= (heap.blocks.size[part] >= np.uint64(bounds[0])) & (heap.blocks.size[part] < np.uint64(bounds[1]))
+                    sizes = heap.blocks.size[part]
+                    chosen &= (sizes >= np.uint64(bounds[0])) & (sizes < np.uint64(bounds[1]))
                 if states:
                     chosen &= np.isin(heap.blocks.state[part], states)
                 rows = np.flatnonzero(chosen)

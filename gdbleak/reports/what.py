@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..commands.options import size as size_of
+from ..quantities import size as size_of
 from ..heaps import glibc_layouts as layouts
 from ..heaps.blocks import STATES, Region
 from ..heaps.glibc import GlibcHeap

@@ -84,8 +84,8 @@ class AddressSpace:
     def add(self, start: int, end: int, offset: int) -> None:
         """Target memory [start, end) lies at `offset` of the buffer (congruent to `start` modulo 8)."""
         if end > start:
-            self._pieces.append((start, end, offset))
             self._sorted = self._table = None
+            self._pieces.append((start, end, offset))
 
     def _lists(self) -> tuple[list[int], list[int], list[int]]:
         """The pieces sorted, neighbours merged, overlaps cut (the piece that was added first wins)."""
@@ -197,6 +197,9 @@ class AddressSpace:
         at = (offsets[piece] + (addresses - starts[piece]))[present]
         if dtype.itemsize == 8 and not (at & np.uint64(7)).any():
             values[present] = self.words[at >> np.uint64(3)].view(dtype)
+        elif dtype.itemsize % 8 == 0 and not (at & np.uint64(7)).any():
+            rows = self.words[(at >> np.uint64(3))[:, None] + np.arange(dtype.itemsize >> 3, dtype=np.uint64)]
+            values[present] = rows.view(dtype)[:, 0]
         elif len(at):
             rows = self.bytes[at[:, None] + np.arange(dtype.itemsize, dtype=np.uint64)]
             values[present] = np.ascontiguousarray(rows).view(dtype)[:, 0]
@@ -245,8 +248,8 @@ class DemandSpace(AddressSpace):
             loaded = self._loaded[k]
             for block in range((max(start, low) - low) // self.BLOCK, -(-(min(end, high) - low) // self.BLOCK)):
                 if not loaded[block]:
-                    loaded[block] = 1
                     self._fill(k, low + block * self.BLOCK, min(low + (block + 1) * self.BLOCK, high))
+                    loaded[block] = 1   # not before: Ctrl-C may have cut it short
             k += 1
 
     def _fill(self, k: int, start: int, end: int) -> None:

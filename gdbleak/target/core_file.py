@@ -9,10 +9,11 @@ from elftools.elf.elffile import ELFFile
 
 from . import threads as threads_
 from .address_space import PAGE, AddressSpace
-from .elf import PT_LOAD
-from .target import Mapping, Source, Target, TargetError
+from .elf import PF_W, PT_LOAD
+from .target import ANONYMOUS, Mapping, Source, Target, TargetError
 
 _ARM_TLS = 0x401
+_LAST = (1 << 64) - 1  # no address lies beyond
 _FILE_ROOM = 1 << 32  # address space kept for files that turn out to be the target's
 
 
@@ -20,8 +21,8 @@ def _parse(stream, path: str):
     try:
         elf = ELFFile(stream)
         segments = [(s["p_type"], s) for s in elf.iter_segments()]
-    except (ELFError, ConstructError, ValueError, KeyError, IndexError) as error:
-        raise TargetError(f"{path} is not a complete ELF core file: {str(error).splitlines()[0] or 'cut short'}") from None
+    except (ELFError, ConstructError, ValueError, KeyError, IndexError, OSError, OverflowError) as error:
+        raise TargetError(f"{path} is not a complete ELF core file: {(str(error).splitlines() or ['cut short'])[0]}") from None
     if elf.elfclass != 64:
         raise TargetError(f"{path} is a 32-bit core: not supported yet")
     if elf.header["e_type"] != "ET_CORE":
@@ -39,7 +40,7 @@ def _notes(segments, size: int):
         try:
             for note in segment.iter_notes():
                 yield note["n_type"], note["n_descdata"], note["n_desc"]
-        except (ELFError, ConstructError, ValueError, KeyError, IndexError, UnicodeDecodeError):
+        except (ELFError, ConstructError, ValueError, KeyError, IndexError, OSError, OverflowError):
             continue
 
 
@@ -59,7 +60,7 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
         arch = {"EM_X86_64": threads_.X86_64, "EM_AARCH64": threads_.AARCH64}.get(machine)
         if arch is None:
             raise TargetError(f"{path} is of machine {machine}: only x86-64 and aarch64 are supported")
-        space = AddressSpace(size + _FILE_ROOM)
+        space = AddressSpace(2 * size + _FILE_ROOM)   # twice: segments that are not aligned are copied
         base = space.map_file(stream.fileno(), 0, size)
         source = Source("core", path)
         mappings = []
@@ -68,13 +69,17 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
             if kind != "PT_LOAD":
                 continue
             start, filesz, offset = segment["p_vaddr"], segment["p_filesz"], segment["p_offset"]
+            end = start + max(segment["p_memsz"], filesz)
+            if end > _LAST:
+                source.partial.append(f"a program header of the core file is damaged: it claims {start:#x}-{end:#x}")
+                continue
             there = max(0, min(filesz, size - offset))
             if there < filesz:
                 cut.append((start + there, start + filesz))
-            space.add(start, start + there, base + offset)
+            space.add(start, start + there, _aligned(space, base + offset, start, there))
             flags = segment["p_flags"]
             perms = "".join(letter if flags & bit else "-" for letter, bit in (("r", 4), ("w", 2), ("x", 1)))
-            mappings.append(Mapping(start, start + max(segment["p_memsz"], filesz), perms))
+            mappings.append(Mapping(start, end, perms))
         mappings.sort(key=lambda mapping: mapping.start)
         if not mappings:
             raise TargetError(f"{path} holds no memory")
@@ -115,12 +120,21 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
     return target
 
 
+def _aligned(space: AddressSpace, offset: int, start: int, size: int) -> int:
+    """The buffer offset of a segment, copied when the file has it at another place within a word than memory had."""
+    if not (offset - start) & 7 or not size:
+        return offset
+    place = space.allocate(size + 8) + (start & 7)
+    space.bytes[place:place + size] = space.bytes[offset:offset + size]
+    return place
+
+
 def _name_mappings(target: Target, files: list[Mapping]) -> None:
     """Give the mappings the file names of NT_FILE, cutting a mapping where a file ends inside it."""
     by_start = {f.start: f for f in files}
     for mapping in target.mappings:
         entry = by_start.get(mapping.start)
-        if entry:
+        if entry and not entry.path.startswith(ANONYMOUS):
             mapping.path, mapping.file_offset = entry.path, entry.file_offset
         elif mapping.start == target.auxv.get(33):
             mapping.path = "[vdso]"
@@ -129,29 +143,34 @@ def _name_mappings(target: Target, files: list[Mapping]) -> None:
 
 
 def _map_files(target: Target, cut: list[tuple[int, int]]) -> None:
-    """Pages that the core left out because a file has them: mapped from that file, if it is the very same build.
+    """Read-only pages that the core left out because a file has them: from that file, if it is the very same build.
 
-    What was in the core and is cut off from it stays absent: the file has not what the program wrote there.
+    Only the gaps: what the core has is what memory had. Writable segments are left alone, as the file does not have what the program
+    wrote there; so is what was in the core and is cut off from it.
     """
     for module in target.modules:
-        if module.file is None:
+        if module.file is None or not module.file.is_image:
             continue
         with open(module.file.path, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
-            for row in module.phdrs[module.phdrs["type"] == PT_LOAD]:
+            for row in module.phdrs[(module.phdrs["type"] == PT_LOAD) & (module.phdrs["flags"] & PF_W == 0)]:
                 start = module.bias + (int(row["vaddr"]) & ~(PAGE - 1))
-                end = module.bias + int(row["vaddr"]) + int(row["filesz"])
                 offset = int(row["offset"]) & ~(PAGE - 1)
-                end = min(end, start + size - offset)
-                lost = any(low < end and start < high for low, high in cut)
-                if end <= start or lost or target.space.present(start, end) == [(start, end)]:
+                end = min(module.bias + int(row["vaddr"]) + int(row["filesz"]), start + size - offset)
+                if not 0 <= start < end <= _LAST:
+                    continue
+                known = target.space.present(start, end) + [gap for gap in cut if gap[0] < end and start < gap[1]]
+                if known == [(start, end)]:
                     continue
                 try:
                     place = target.space.map_file(stream.fileno(), offset, end - start)
                 except (MemoryError, OSError) as error:
                     target.source.partial.append(f"{module.file.path} could not be mapped: {error}")
                     continue
-                target.space.add(start, end, place)
+                at = start
+                for low, high in sorted(known) + [(end, end)]:
+                    target.space.add(at, min(low, end), place + at - start)
+                    at = max(at, high)
 
 
 def _measure_coverage(target: Target) -> None:
@@ -162,6 +181,4 @@ def _measure_coverage(target: Target) -> None:
     target.source.coverage = there / total if total else 0.0
     for module in target.modules:
         if module.mismatch:
-            target.source.partial.append(
-                f"{module.path} on this machine is another build (build-id {module.mismatch[:12]}, the target's is "
-                f"{module.build_id[:12]}): not used; --sysroot DIR names where the target's files lie")
+            target.source.partial.append(f"{module.mismatch}: not used; --sysroot DIR names where the target's files lie")

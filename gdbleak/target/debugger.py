@@ -14,7 +14,7 @@ from . import live, threads as threads_
 from .address_space import DemandSpace
 from .core_file import open_core
 from .layout import Layouts
-from .target import Mapping, Source, Target, TargetError
+from .target import ANONYMOUS, Mapping, Source, Target, TargetError
 
 _kept: tuple[tuple, Target] | None = None
 _stops = 0
@@ -70,7 +70,7 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
         raise TargetError(f"process {inferior.pid} is running: stop all of its threads first (`interrupt`, in non-stop mode `interrupt -a`)")
     native = inferior.connection is not None and inferior.connection.type == "native"
     try:
-        mappings = [Mapping(m.start, m.end, m.perms[:3], "" if m.inode == 0 and not m.path.startswith("[v") else m.path, m.offset)
+        mappings = [Mapping(m.start, m.end, m.perms[:3], _file_of(m), m.offset)
                     for m in live.mappings(inferior.pid)] if native else []
     except (OSError, live.LiveError):
         native, mappings = False, []
@@ -87,6 +87,12 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
     target.match_files(exe, sysroot or (f"/proc/{inferior.pid}/root" if native else ""))
     target.find_stacks()
     return target
+
+
+def _file_of(mapping: live.Mapping) -> str:
+    """The path of a mapped file, "" for memory without one ([heap], [stack] and the like)."""
+    anonymous = mapping.inode == 0 and not mapping.path.startswith("[v") or mapping.path.startswith(ANONYMOUS)
+    return "" if anonymous else mapping.path
 
 
 def _architecture(inferior) -> threads_.Architecture:

@@ -1,4 +1,5 @@
-"""ELF images, as files on disk and as they lie in target memory: program headers, build-id, dynamic section, symbols."""
+"""ELF images, as files on disk and as they lie in target memory: program headers, build-id, dynamic section,
+symbols."""
 from __future__ import annotations
 
 import os
@@ -15,9 +16,12 @@ PHDR = np.dtype([("type", "u4"), ("flags", "u4"), ("offset", "u8"), ("vaddr", "u
                  ("filesz", "u8"), ("memsz", "u8"), ("align", "u8")])
 SYM = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("shndx", "u2"), ("value", "u8"), ("size", "u8")])
 PT_LOAD, PT_DYNAMIC, PT_NOTE, PT_TLS = 1, 2, 4, 7
+PF_W = 2
+SHF_ALLOC = 2
 DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SONAME, DT_DEBUG, DT_GNU_HASH = 4, 5, 6, 10, 14, 21, 0x6ffffef5
 NT_GNU_BUILD_ID = 3
 STT_TLS = 6
+_MOST_SYMBOLS = 1 << 20   # a damaged hash table has no end
 
 
 def build_id_of_notes(notes: bytes) -> str:
@@ -84,7 +88,10 @@ class SymbolTable:
 
 
 class ElfFile:
-    """An ELF file on disk; opened by `open_elf`. `build_id`, `machine`, `phdrs`; symbols on request."""
+    """An ELF file on disk; opened by `open_elf`. `build_id`, `machine`, `phdrs`; symbols on request.
+
+    `is_image`: it has the bytes of its segments; a separate debug file has symbols alone.
+    """
 
     def __init__(self, path: str):
         from elftools.elf.elffile import ELFFile
@@ -100,10 +107,21 @@ class ElfFile:
             raw = stream.read(int(header["phnum"]) * PHDR.itemsize)
             self.phdrs = np.frombuffer(raw[:len(raw) // PHDR.itemsize * PHDR.itemsize], PHDR)
             self.machine = int(header["machine"])
-            self.build_id = ""
-            for row in self.phdrs[self.phdrs["type"] == PT_NOTE]:
-                stream.seek(int(row["offset"]))
-                self.build_id = self.build_id or build_id_of_notes(stream.read(min(int(row["filesz"]), 1 << 16)))
+            self.build_id, self.is_image = "", True
+            for section in elf.iter_sections():   # not by program headers: those of a debug file lead elsewhere
+                if section["sh_type"] == "SHT_NOTE" and section["sh_size"] < 1 << 16:
+                    self.build_id = self.build_id or build_id_of_notes(section.data())
+                elif section["sh_type"] == "SHT_NOBITS" and section["sh_flags"] & SHF_ALLOC and self._in_file(section):
+                    self.is_image = False
+            if not self.build_id:
+                for row in self.phdrs[self.phdrs["type"] == PT_NOTE]:
+                    stream.seek(int(row["offset"]))
+                    self.build_id = self.build_id or build_id_of_notes(stream.read(min(int(row["filesz"]), 1 << 16)))
+
+    def _in_file(self, section) -> bool:
+        """Whether a segment claims to have the section's bytes in the file."""
+        start, loads = section["sh_addr"], self.phdrs[self.phdrs["type"] == PT_LOAD]
+        return any(int(row["vaddr"]) <= start < int(row["vaddr"]) + int(row["filesz"]) for row in loads)
 
     def symbols(self, bias: int) -> SymbolTable | None:
         """.symtab when there is one, else .dynsym; None when there is neither."""
@@ -138,7 +156,7 @@ class Module:
     build_id: str = ""               # hex, as it lies in target memory; "" when that page is absent
     phdrs: np.ndarray = field(default_factory=lambda: np.zeros(0, PHDR))
     file: ElfFile | None = None      # the file on disk, only when its build-id is the target's
-    mismatch: str = ""               # the build-id of a file that was found but is another build
+    mismatch: str = ""               # which file was found and is another build
 
     @property
     def name(self) -> str:
@@ -192,6 +210,8 @@ class Module:
             chain = at + 4 * buckets_n + 4 * (last - first)
             while not int.from_bytes(space.read(chain, 4), "little") & 1:
                 chain, last = chain + 4, last + 1
+                if last > _MOST_SYMBOLS:
+                    raise Absent(chain)
             return last + 1
         return max(0, strtab - symtab) // SYM.itemsize
 

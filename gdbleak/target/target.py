@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 from .address_space import Absent, AddressSpace
 from .elf import Module, SymbolTable, module_at, open_elf, set_headers
+from .sysroot import resolve
 from .layout import Layouts
 from .threads import Architecture, Thread
+
+
+ANONYMOUS = ("/anon_hugepage",)   # names that the kernel gives to memory without a file
 
 
 class TargetError(Exception):
@@ -68,6 +72,7 @@ class Target:
         self.debugger = None         # GDB's symbols, when GDB drives us: see target/debugger.py
         self._tables: dict[int, SymbolTable | None] = {}
         self._starts: list[int] = []
+        self._anonymous: list[tuple[int, int]] | None = None
 
     # -- mappings ---------------------------------------------------------------------------------------------------
     def mapping_at(self, address: int) -> Mapping | None:
@@ -76,6 +81,32 @@ class Target:
             self._starts = [mapping.start for mapping in self.mappings]
         k = bisect.bisect_right(self._starts, address) - 1
         return self.mappings[k] if k >= 0 and address < self.mappings[k].end else None
+
+    def anonymous(self) -> list[tuple[int, int]]:
+        """(start, end) of stretches of readable memory without a file, neighbouring mappings joined.
+
+        What was mapped in one piece may have been split since by mprotect, mlock or madvise.
+        """
+        if self._anonymous is None:
+            joined: list[list[int]] = []
+            for mapping in self.mappings:
+                if mapping.path or not mapping.readable:
+                    continue
+                if joined and joined[-1][1] == mapping.start:
+                    joined[-1][1] = mapping.end
+                else:
+                    joined.append([mapping.start, mapping.end])
+            self._anonymous = [(start, end) for start, end in joined]
+        return self._anonymous
+
+    def extent(self, address: int) -> tuple[int, int] | None:
+        """The stretch of `anonymous` that holds `address`, else its one mapping; None when it is not mapped."""
+        stretches = self.anonymous()
+        k = bisect.bisect_right(stretches, (address, 1 << 64)) - 1
+        if k >= 0 and address < stretches[k][1]:
+            return stretches[k]
+        mapping = self.mapping_at(address)
+        return (mapping.start, mapping.end) if mapping else None
 
     def find_stacks(self) -> None:
         """Give each thread the mapping its stack pointer lies in."""
@@ -102,20 +133,23 @@ class Target:
         """Find each module's file on disk (under `sysroot` when given); used only when its build-id is the target's."""
         main = self.executable()
         for module in self.modules:
-            candidates = [sysroot.rstrip("/") + module.path] if module.path.startswith("/") else []
-            if module is main and exe:
-                candidates.insert(0, exe)
+            candidates = [exe] if module is main and exe else []
+            if module.path.startswith("/"):
+                candidates += [resolve(sysroot, path) for path in dict.fromkeys((module.path, module.path.replace(" (deleted)", "")))]
             for path in candidates:
                 elf = open_elf(path)
-                if elf is None:
+                if elf is None or not module.build_id or not elf.build_id:
                     continue
-                if module.build_id and elf.build_id == module.build_id:
-                    module.file, module.mismatch = elf, ""
-                    if not len(module.phdrs):
+                if elf.build_id != module.build_id:
+                    module.mismatch = f"{path} is another build (build-id {elf.build_id[:12]}, the target's is {module.build_id[:12]})"
+                elif module.file is None or elf.is_image:   # a file of symbols alone serves until there is better
+                    module.file = elf
+                    if not len(module.phdrs) and elf.is_image:
                         set_headers(module, elf.phdrs)
-                    break
-                if module.build_id and elf.build_id:
-                    module.mismatch = elf.build_id
+                    if elf.is_image:
+                        break
+            if module.file is not None:
+                module.mismatch = ""
 
     def executable(self) -> Module | None:
         """The program itself: the module that holds the program headers the kernel named (AT_PHDR), else the first."""
@@ -130,7 +164,7 @@ class Target:
         return None
 
     def symbols_of(self, module: Module) -> SymbolTable | None:
-        """The module's own symbols: from its file when that is the right one, else from memory. None: there are none."""
+        """The module's own symbols: from its file when that is the right one, else from memory; None without any."""
         if module.start not in self._tables:
             table = module.file.symbols(module.bias) if module.file else None
             self._tables[module.start] = table or module.memory_symbols(self.space)

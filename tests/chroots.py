@@ -62,3 +62,21 @@ def build_in(root, source, *flags):
         subprocess.run(["chroot", root, "gcc", "-g", f"/programs/{source.name}", "-o", inside, "-pthread",
                         *flags, "-ldl"], check=True)
     return program
+
+
+def install(root, *packages):
+    """Install Debian packages in the chroot, unless they are there. Raises Unavailable."""
+    there = subprocess.run(["chroot", root, "dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n"],
+                           capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = [name for name in packages if f"{name} installed" not in there]
+    if not wanted:
+        return
+    policy = root / "usr/sbin/policy-rc.d"                      # no service is started
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    command = ["chroot", root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q"]
+    # The lists are as old as the chroot: fresh ones first.
+    for step in (["update"], ["install", "-y", "--no-install-recommends", *wanted]):
+        done = subprocess.run([*command, *step], capture_output=True, text=True)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(wanted)}: {done.stderr.strip().splitlines()[-1]}")

@@ -9,6 +9,7 @@ import json
 import os
 import pwd
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -80,6 +81,8 @@ http {{
         location /leak/long {{ leaky pool 144 40000 0 0; }}
         location /leak/destroyed {{ leaky destroyed {pool}; }}
         location /leak/block {{ leaky block {block}; }}
+        location /leak/timer {{ leaky timer 256; }}
+        location /leak/held {{ leaky held 256; }}
         location /leak/nothing {{ leaky nothing; }}
         location /slab {{ leaky slab 20000; }}
         location /unslab {{ leaky unslab; }}
@@ -94,6 +97,15 @@ http {{
 def build(what):
     """Make the `module` or the `debug` nginx in the cache, unless it is there already."""
     subprocess.run([BUILD, what, BUILT], check=True, stdout=subprocess.DEVNULL)
+
+
+def build_in(root):
+    """Make the module in the chroot `root`, for its nginx; returns its path."""
+    inside = Path("/nginx")
+    shutil.copytree(BUILD.parent, root / inside.relative_to("/"), dirs_exist_ok=True)
+    subprocess.run(["chroot", root, inside / BUILD.name, "module", inside / "built"], check=True,
+                   stdout=subprocess.DEVNULL)
+    return root / "nginx" / "built" / MODULE.name
 
 
 def ask(commands, captured, no_debug=False):
@@ -211,38 +223,47 @@ class Nginx:
 
     `module`: the leaky module to load, None when it is built in. `pool`, `block`: what a request forgets (see
     the module). `keepalive`: connections to the quick upstream that are kept. `lua`: load the Lua module,
-    with a lua_shared_dict. `environment`: nginx's own. `core_filter`: the process's coredump_filter.
+    with a lua_shared_dict. `environment`: nginx's own. `core_filter`: the process's coredump_filter. `root`:
+    the chroot to run in, with `prefix`, `exe` and `module` inside it.
     """
 
     def __init__(self, prefix, exe=STOCK, module=MODULE, pool="1024 40 2 5k", block="300k", keepalive=8,
-                 lua=False, environment=None, core_filter=CORE_FILTER):
-        self.prefix, self.exe, self.core_filter = Path(prefix), Path(exe), core_filter
+                 lua=False, environment=None, core_filter=CORE_FILTER, root=None):
+        self.prefix, self.exe, self.core_filter, self.root = Path(prefix), Path(exe), core_filter, root
         self.slow, self.quick = Upstream(quick=False), Upstream(quick=True)
         self.port, self.http2_port = free_port(), free_port()
         self.clients = []
         self.control = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
-        self.load = {"idle": 1, "half_sent": 0, "waiting": 0, "trickle": 0, "http2": 0}
+        self.load = {"idle": 1, "half_sent": 0, "waiting": 0, "trickle": 0, "http2": 0, "http2_idle": 0,
+                     "held": 0}
+        self.timers = 0
         for name in ("cores", "html", "cache"):
             (self.prefix / name).mkdir(parents=True)
         (self.prefix / "html" / "index.html").write_text("page\n" * 1000)
-        modules = ([module] if module else []) + (LUA_MODULES if lua else [])
+        modules = ([self._inside(module)] if module else []) + (LUA_MODULES if lua else [])
         user = pwd.getpwuid(os.getuid()).pw_name
         (self.prefix / "nginx.conf").write_text(CONFIGURATION.format(
-            modules="\n".join(f"load_module {path};" for path in modules), prefix=self.prefix,
+            modules="\n".join(f"load_module {path};" for path in modules), prefix=self._inside(self.prefix),
             user=f"user {user};" if os.getuid() == 0 else "", pool=pool, block=block, keepalive=keepalive,
             lua_http=LUA_HTTP if lua else "", lua_server=LUA_SERVER if lua else "",
             port=self.port, http2=self.http2_port, slow=self.slow.port, quick=self.quick.port))
         self.master = self._start(environment)
         self.worker = self.stats()["pid"]
 
+    def _inside(self, path):
+        """The path as nginx sees it."""
+        return Path("/") / path.relative_to(self.root) if self.root else path
+
     def _start(self, environment):
         def prepare():
             Path("/proc/self/coredump_filter").write_text(hex(self.core_filter))
             hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
             resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+            if self.root:
+                os.chroot(self.root)
 
-        command = [self.exe, "-p", self.prefix, "-c", self.prefix / "nginx.conf", "-g", "daemon off;",
-                   "-e", self.prefix / "error.log"]
+        prefix = self._inside(self.prefix)
+        command = [self._inside(self.exe), "-p", prefix, "-c", prefix / "nginx.conf", "-g", "daemon off;"]
         master = subprocess.Popen(command, preexec_fn=prepare, env=environment, cwd=self.prefix,
                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -298,6 +319,17 @@ class Nginx:
             self._connect(self.port, head.encode())
         self.load["half_sent"] += number
 
+    def held(self, number):
+        """Requests that the module never answers, each with a pool that only the request's context leads to."""
+        for _ in range(number):
+            self._connect(self.port, b"GET /leak/held HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        self.load["held"] += number
+
+    def timer(self, number):
+        """Pools that wait for a timer of the module, and belong to no connection."""
+        self.get_many(["/leak/timer"] * number)
+        self.timers += number
+
     def _at_upstream(self, number, kind, port, request):
         before = self.slow.requests
         for index in range(number):
@@ -320,6 +352,14 @@ class Nginx:
     def http2(self, number):
         """HTTP/2 connections with one request each that waits for the upstream."""
         self._at_upstream(number, "http2", self.http2_port, lambda index: http2_get(f"/slow/wait/h2-{index}"))
+
+    def http2_idle(self, number):
+        """HTTP/2 connections with one request that is answered: nginx has freed what it had for HTTP/2."""
+        for _ in range(number):
+            client, answer = self._connect(self.http2_port, http2_get("/leak/nothing")), b""
+            while b"done\n" not in answer:
+                answer += client.recv(65536)
+        self.load["http2_idle"] += number
 
     def burst(self, path="/quick/burst", connections=20, seconds=1):
         """Load that comes and goes, by wrk; raises when a request failed."""
@@ -376,8 +416,9 @@ class Nginx:
         """
         load = self.load
         at_upstream = load["waiting"] + load["trickle"] + load["http2"]
-        return {"cycle": 1, "connection": sum(load.values()), "request": load["half_sent"] + at_upstream,
-                "upstream": at_upstream + len(self.quick.connections), "http2": 2 * load["http2"]}
+        return {"cycle": 1, "connection": sum(load.values()), "request": load["half_sent"] + load["held"] + at_upstream,
+                "upstream": at_upstream + len(self.quick.connections), "http2": 2 * load["http2"],
+                "timer": self.timers, "other": load["held"]}
 
     def core(self):
         """Let the load settle and abort the worker: a Capture of the core that the kernel wrote.
@@ -395,7 +436,7 @@ class Nginx:
         for zone in truth["zones"]:
             zone["longest_run"] = runs[zone["name"]]
         core, = (self.prefix / "cores").glob("core*")
-        return Capture(core, self.exe, {"load": self.load, "kinds": kinds, **truth}, [])
+        return Capture(core, self.exe, {"load": self.load, "kinds": kinds, **truth}, [], self.root)
 
     def gcore(self, pid=None):
         """Write a core of the living worker, or of process `pid`, by GDB; its truth: the counters."""
@@ -404,7 +445,8 @@ class Nginx:
         subprocess.run(["gdb", "-nx", "-q", "-batch", "-iex", "set debuginfod enabled off",
                         "-p", str(pid or self.worker), "-ex", f"gcore {path}"],
                        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return Capture(path, self.exe, {"load": self.load, "kinds": self.expected_kinds(), **stats}, [])
+        truth = {"load": self.load, "kinds": self.expected_kinds(), **stats}
+        return Capture(path, self.exe, truth, [], self.root)
 
     def close(self):
         """End it, and everything it was given."""

@@ -349,7 +349,8 @@ def _clip(target: Target, heap: GlibcHeap, region: Region) -> bool:
     extent = target.extent(end - 1) or target.extent(start) or (start, start)
     region.start, region.end = max(start, (extent[0] + 15) & ~15), min(end, extent[1])
     if (region.start, region.end) != (start, end):
-        heap.damage.append(Damage(start, f"a region of arena {region.arena} cannot be {start:#x}-{end:#x}: not all of it is mapped"))
+        heap.damage.append(Damage(start, f"a region of arena {region.arena} cannot be {start:#x}-{end:#x}: "
+                                         "not all of it is mapped"))
     return region.end - region.start >= 32
 
 

@@ -67,7 +67,8 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
     """The process that GDB stopped: read from the kernel when it is on this machine, else through GDB."""
     arch = _architecture(inferior)
     if any(thread.is_running() for thread in inferior.threads()):
-        raise TargetError(f"process {inferior.pid} is running: stop all of its threads first (`interrupt`, in non-stop mode `interrupt -a`)")
+        raise TargetError(f"process {inferior.pid} is running: stop all of its threads first "
+                          "(`interrupt`, in non-stop mode `interrupt -a`)")
     native = inferior.connection is not None and inferior.connection.type == "native"
     try:
         mappings = [Mapping(m.start, m.end, m.perms[:3], _file_of(m), m.offset)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from gdbleak.heaps import glibc, nginx_layouts
-from gdbleak.heaps.blocks import reserve
 from gdbleak.kernels import chunks, pools
 from gdbleak.target.core_file import open_core
 

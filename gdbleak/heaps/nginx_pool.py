@@ -17,7 +17,7 @@ from ..target.layout import struct
 from ..target.target import Target
 from . import nginx_layouts as layouts
 from .blocks import reserve
-from .glibc import GlibcHeap
+from .glibc_heap import GlibcHeap
 
 KINDS = ("cycle", "conf", "connection", "request", "upstream", "http2", "quic", "timer", "temp", "log", "other",
          "unreached")

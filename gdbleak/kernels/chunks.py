@@ -10,7 +10,7 @@ import bisect
 
 import numpy as np
 
-from . import helper, kernel
+from . import I64, U64, U8s, I64s, U64s, helper, kernel
 
 IN_USE, FREE, FASTBIN, TCACHED, TOP = 1, 2, 3, 4, 5
 END, BUDGET, BAD_SIZE, ABSENT, FENCE, LOOP, STRAY = 0, 1, 2, 3, 4, 5, 6

@@ -4,7 +4,7 @@ Rows are int32. `begins` (rows + 1), `targets`, `labels`: row r refers to target
 """
 from __future__ import annotations
 
-from . import kernel
+from . import I64, U8s, I32s, I64s, kernel
 
 
 def _in_python(body):

@@ -5,7 +5,7 @@ import bisect
 
 import numpy as np
 
-from . import helper, kernel
+from . import U64, U64s, helper, kernel
 
 _U3, _U4, _U8, _U16, _U32, _FENCE = (np.uint64(k) for k in (3, 4, 8, 16, 32, 0xb))
 _ONE, _TWO, _ZERO = np.uint64(1), np.uint64(2), np.uint64(0)

@@ -5,7 +5,7 @@ body serves as compiled form and, over memoryviews and lists, as array form.
 """
 from __future__ import annotations
 
-from . import helper, kernel
+from . import I64, U8s, I32s, I64s, helper, kernel
 
 STR, UPVAL, THREAD, PROTO, FUNC, TRACE, CDATA, TAB, UDATA = range(4, 13)   # the object types, as in ~LJ_T*
 KINDS = {STR: "string", UPVAL: "upvalue", THREAD: "thread", PROTO: "prototype", FUNC: "function", TRACE: "trace",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import helper, kernel
+from . import I64, U8s, I32s, I64s, helper, kernel
 from .chunks import IN_USE
 
 # columns of the result of `measure`

@@ -10,7 +10,7 @@ import numpy as np
 from ..quantities import size as size_of
 from ..flame import Profile
 from ..heaps.blocks import FREE_STATES, STATES, Region
-from ..heaps.glibc import GlibcHeap
+from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import chunks as kernel
 from ..target.address_space import PAGE
 from ..target.elf import PT_TLS

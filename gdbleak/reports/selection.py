@@ -7,7 +7,7 @@ import numpy as np
 
 from ..quantities import size, size_range
 from ..heaps.blocks import FREE_STATES, Region
-from ..heaps.glibc import GlibcHeap
+from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import chunks as kernel
 
 _STATES = {"in-use": (kernel.IN_USE,), "free": FREE_STATES, "tcached": (kernel.TCACHED,), "top": (kernel.TOP,)}

@@ -9,7 +9,7 @@ import numpy as np
 from ..quantities import size as size_of
 from ..heaps import glibc_layouts as layouts
 from ..heaps.blocks import STATES, Region
-from ..heaps.glibc import GlibcHeap
+from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import chunks as kernel
 from ..runtimes.luajit_names import Names
 from ..target.target import Mapping, Target

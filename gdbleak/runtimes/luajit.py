@@ -15,7 +15,7 @@ import numpy as np
 from .. import channel
 from ..heaps import lj_alloc
 from ..heaps.blocks import Check, reserve
-from ..heaps.glibc import GlibcHeap
+from ..heaps.glibc_heap import GlibcHeap
 from ..graph.graph import Graph
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
@@ -379,7 +379,7 @@ def _ctype_sizes(vm: VM) -> np.ndarray:
 
 def _buffers(vm: VM) -> dict[str, int]:
     """The parts of gc.total that are no objects. Raises Absent when the VM's own structures are not there."""
-    layout, g, space = vm.layout, vm.g, vm.target.space
+    layout, g = vm.layout, vm.g
     jit = vm.main + layout.GG_J
     parts = {"GG_State": layout.GG_sizeof, "string table": layout.ref * vm.string_buckets}
     begin, end = vm.ref(g + layout.g_tmpbuf + layout.SBuf_b), vm.ref(g + layout.g_tmpbuf + layout.SBuf_e)

@@ -11,7 +11,8 @@ def size(text: str, evaluate=None) -> int:
     """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions)."""
     match = _NUMBER.match(text.strip())
     if match:
-        number = int(match[1], 16) if match[1].lower().startswith("0x") else float(match[1]) if "." in match[1] else int(match[1])
+        number = int(match[1], 16) if match[1].lower().startswith("0x") else \
+            float(match[1]) if "." in match[1] else int(match[1])
         number *= _UNITS[(match[2] or "").lower()]
         if number >= 1 << 64:
             raise ValueError(f"{text!r} is too large: it does not fit into 64 bits")

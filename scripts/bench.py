@@ -26,7 +26,8 @@ def heap(blocks):
     core, said = CACHE / f"core-{blocks}", CACHE / f"truth-{blocks}.json"
     if not core.exists():
         before = set(CACHE.glob("core*"))
-        run = subprocess.run([program, str(blocks)], cwd=CACHE, capture_output=True, text=True, preexec_fn=unlimited_core)
+        run = subprocess.run([program, str(blocks)], cwd=CACHE, capture_output=True, text=True,
+                             preexec_fn=unlimited_core)
         made = set(CACHE.glob("core*")) - before
         if len(made) != 1:
             sys.exit("the benchmark program left no core file: kernel.core_pattern has to be a file name")
@@ -52,7 +53,8 @@ def read_once(core):
 def seconds(command):
     """Wall seconds of a whole process that must succeed."""
     began = time.perf_counter()
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          text=True)
     if done.returncode:
         sys.exit(f"failed: {' '.join(map(str, command))}\n{done.stderr}")
     return time.perf_counter() - began
@@ -101,8 +103,8 @@ def measure(blocks, runs):
     seconds([*sizes, "--json", items])  # the first run may compile
     found = next(item for item in json.loads(items.read_text()) if item["type"] == "totals")
     number = found["in_use_blocks"] + found["tcached_blocks"] + found["free_blocks"]
-    print(f"\n{core.stat().st_size / 1e6:,.0f} MB core, {number:,} blocks ({truth['live'] + truth['leaked']:,} allocated by the program, "
-          f"{found['in_use_blocks']:,} found in use)")
+    print(f"\n{core.stat().st_size / 1e6:,.0f} MB core, {number:,} blocks ({truth['live'] + truth['leaked']:,} "
+          f"allocated by the program, {found['in_use_blocks']:,} found in use)")
     floor = min(read_once(core) for _ in range(3))
     print(f"{'':34} {'best':>10} {'median':>10} {'worst':>10} {'to reading the core once':>10}")
     describe("read the core once", [floor], floor)
@@ -117,8 +119,8 @@ def measure(blocks, runs):
     load = ["-ex", f"python import sys; sys.path.insert(0, {libraries!r}); import numpy, numba"]
     base = peak_anonymous([*GDB, *script, *load, program, core])
     ours = peak_anonymous([*GDB, *script, *load, "-ex", "leak-sizes", program, core])
-    print(f"anonymous memory: {base / 1e6:,.1f} MB for GDB with NumPy and Numba, {ours / 1e6:,.1f} MB at most with leak-sizes: "
-          f"{(ours - base) / number:.1f} bytes a block")
+    print(f"anonymous memory: {base / 1e6:,.1f} MB for GDB with NumPy and Numba, {ours / 1e6:,.1f} MB at most with "
+          f"leak-sizes: {(ours - base) / number:.1f} bytes a block")
     return best["gdbleak sizes"], number
 
 

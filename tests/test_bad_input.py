@@ -142,8 +142,8 @@ def hostile(chance, core, at):
     old = int.from_bytes(core.data[at:at + 8], "little")
     return chance.choice([0, -1, chance.getrandbits(64), chance.randrange(4096), here, here + 8,
                           here + chance.randrange(8), mapping.end - chance.choice([1, 8, 16, 24, 32]), mapping.start,
-                          1 << chance.randrange(64), (1 << 63) - chance.choice([8, 16, 32, 80]), old ^ 1 << chance.randrange(64),
-                          old + chance.choice([-16, -8, 8, 16, 4096])])
+                          1 << chance.randrange(64), (1 << 63) - chance.choice([8, 16, 32, 80]),
+                          old ^ 1 << chance.randrange(64), old + chance.choice([-16, -8, 8, 16, 4096])])
 
 
 def reports(path, exe, commands=COMMANDS):

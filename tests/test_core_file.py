@@ -1,4 +1,5 @@
-"""What a core is read as: its own bytes before any file's, nothing from a file that is another build, nothing shifted."""
+"""What a core is read as: its own bytes before any file's, nothing from a file that is another build,
+nothing shifted."""
 import os
 import shutil
 import struct
@@ -39,7 +40,8 @@ int main(void)
 def program(tmp_path_factory):
     directory = tmp_path_factory.mktemp("patched")
     (directory / "patched.c").write_text(PATCHED)
-    subprocess.run(["gcc", "-g", "-O0", "-no-pie", "-Wl,--build-id", "-o", directory / "patched", directory / "patched.c"], check=True)
+    subprocess.run(["gcc", "-g", "-O0", "-no-pie", "-Wl,--build-id", "-o", directory / "patched",
+                    directory / "patched.c"], check=True)
     return Program(directory / "patched")
 
 

@@ -1,4 +1,5 @@
-"""The walk of a heap that is damaged in many places: each costs what is near it, not what is between the first and the last."""
+"""The walk of a heap that is damaged in many places:
+each costs what is near it, not what is between the first and the last."""
 import shutil
 
 from gdbleak.heaps import glibc
@@ -19,6 +20,7 @@ def test_many_damaged_chunks(captured, tmp_path):
     damaged = glibc.find(open_core(str(core)))[0]
     assert len(damaged.blocks) > len(sound.blocks) - 8 * 8
     named = {damage.address for damage in damaged.damage}
-    assert sum(any(user - 16 <= address <= user + 512 for address in named) for user in chosen) >= 7   # 0x41 can lead to a chunk
+    # 0x41 can lead to a chunk
+    assert sum(any(user - 16 <= address <= user + 512 for address in named) for user in chosen) >= 7
     known = set(sound.blocks.address.tolist())
     assert sum(user not in known for user in damaged.blocks.address.tolist()) <= 8

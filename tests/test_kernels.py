@@ -39,7 +39,8 @@ class Space:
 
     @property
     def buffer(self):
-        return (self.words, np.array([4096], np.uint64), np.array([4096 + 8 * len(self.words)], np.uint64), np.array([0], np.uint64))
+        return (self.words, np.array([4096], np.uint64), np.array([4096 + 8 * len(self.words)], np.uint64),
+                np.array([0], np.uint64))
 
 
 def scratch(count):
@@ -56,7 +57,8 @@ def shipped_core(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def heaps(captured):
-    """(target, its glibc heap) of programs with fastbins, thread caches, several arenas and a brk that others use too."""
+    """(target, its glibc heap) of programs with fastbins, thread caches,
+    several arenas and a brk that others use too."""
     found = []
     for scenario in ("plain", "fastbins", "threads", "foreign_sbrk", "mapped"):
         target = open_core(str(captured("heaps", scenario).core))
@@ -81,9 +83,11 @@ def test_walk(heaps):
 def test_walk_of_random_words():
     random = np.random.default_rng(1)
     for _ in range(300):
-        words = random.choice(np.array([0, 1, 0x10, 0x11, 0x20, 0x21, 0x30, 0x31, 0x41, 0x101, 1 << 40, (1 << 64) - 1], np.uint64), 64)
+        words = random.choice(np.array([0, 1, 0x10, 0x11, 0x20, 0x21, 0x30, 0x31, 0x41, 0x101, 1 << 40, (1 << 64) - 1],
+                                       np.uint64), 64)
         space = Space(words)
-        same(chunks.walk, lambda: (*space.buffer, 4096, 4096 + 8 * 64, *scratch(64), 0, 0, 64, np.zeros(2, np.uint64)), (6, 7, 8, 12))
+        same(chunks.walk, lambda: (*space.buffer, 4096, 4096 + 8 * 64, *scratch(64), 0, 0, 64, np.zeros(2, np.uint64)),
+             (6, 7, 8, 12))
 
 
 def test_reach_and_resume():
@@ -113,8 +117,8 @@ def test_follow_lists(heaps):
             for entry in entries[entries != 0]:
                 state = blocks.state.copy()
                 state[state == chunks.TCACHED] = chunks.IN_USE
-                count = same(chunks.follow, lambda: (*buffer_of(target), entry, 1, blocks.address, blocks.size, state.copy(), 0,
-                                                     len(blocks), 0, chunks.TCACHED, 1000), (8,))[0]
+                count = same(chunks.follow, lambda: (*buffer_of(target), entry, 1, blocks.address, blocks.size,
+                                                     state.copy(), 0, len(blocks), 0, chunks.TCACHED, 1000), (8,))[0]
                 assert count > 0
         for arena in heap.arenas:
             bins_at = arena.address + heap.state.fields["bins"][1]
@@ -124,7 +128,8 @@ def test_follow_lists(heaps):
 
 def test_histogram(heaps):
     for _, heap in heaps:
-        same(chunks.histogram, lambda: (heap.blocks.size, heap.blocks.state, np.zeros(512, np.int64), np.zeros(512, np.int64)), (2, 3))
+        same(chunks.histogram, lambda: (heap.blocks.size, heap.blocks.state, np.zeros(512, np.int64),
+                                        np.zeros(512, np.int64)), (2, 3))
 
 
 def test_pools_on_a_heap_without_any(heaps):
@@ -169,7 +174,8 @@ def test_damaged_pools(shipped_core):
     original = rows[0][:shipped_core.stat().st_size // 8]   # the core itself; what is reserved behind it is far larger
     for _ in range(20):
         row = random.choice(found)
-        place = target.space.find(int(heap.blocks.address[row]))[0] // 8 + int(random.integers(nginx_layouts.POOL.itemsize // 8))
+        place = target.space.find(int(heap.blocks.address[row]))[0] // 8 + \
+            int(random.integers(nginx_layouts.POOL.itemsize // 8))
         words = original.copy()
         words[place] = random.choice([0, -1, int(heap.blocks.address[random.choice(found)]), 1 << 40, words[place] + 8])
         same(pools.measure, lambda: (words, *measure_arguments(target, heap, found)[1:]), (9, 10))

@@ -103,7 +103,8 @@ def _write(path: str, writing) -> None:
 
 
 def _show(text: str) -> None:
-    """Print a report: to the shell command when it drives this GDB, whose own console is slow, else to GDB's console."""
+    """Print a report: to the shell command when it drives this GDB, whose own console is slow,
+    else to GDB's console."""
     stream = channel.output()
     if stream is None:
         gdb.write(text)

@@ -48,12 +48,14 @@ def parser(name: str, shell: bool = False) -> argparse.ArgumentParser:
     build = _Parser(prog=prog, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     build.help_command = f"{prog} --help" if shell else f"help {prog}"
     _ADD[name](build)
-    build.add_argument("--json", metavar="FILE", help="also write the report as JSON (- is standard output, in place of the text)")
+    build.add_argument("--json", metavar="FILE",
+                       help="also write the report as JSON (- is standard output, in place of the text)")
     return build
 
 
 def _top(build, default: int) -> None:
-    build.add_argument("--top", metavar="N", type=int, default=default, help=f"lines of a list at most (default {default})")
+    build.add_argument("--top", metavar="N", type=int, default=default,
+                       help=f"lines of a list at most (default {default})")
 
 
 def _min_bytes(build) -> None:
@@ -90,8 +92,10 @@ def _sizes(build):
 
 def _blocks(build):
     _set(build)
-    build.add_argument("--sort", choices=("address", "size"), default="address", help="order of the list (default address)")
-    build.add_argument("--dump", metavar="N", nargs="?", const="64", help="hexdump of the first N bytes of each (default 64)")
+    build.add_argument("--sort", choices=("address", "size"), default="address",
+                       help="order of the list (default address)")
+    build.add_argument("--dump", metavar="N", nargs="?", const="64",
+                       help="hexdump of the first N bytes of each (default 64)")
     build.add_argument("--text", action="store_true", help="preview each block's contents as text")
     _top(build, 50)
     _min_bytes(build)
@@ -110,7 +114,8 @@ def _shm(build):
 
 
 def _gc(build):
-    build.add_argument("--types", action="store_true", help="cdata by C type, userdata by metatable, functions by source line")
+    build.add_argument("--types", action="store_true",
+                       help="cdata by C type, userdata by metatable, functions by source line")
     _top(build, 20)
 
 
@@ -141,5 +146,5 @@ def _what(build):
     _address(build)
 
 
-_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm, "gc": _gc,
-        "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "path": _path, "refs": _refs, "what": _what}
+_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm,
+        "gc": _gc, "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "path": _path, "refs": _refs, "what": _what}

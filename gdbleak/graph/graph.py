@@ -14,8 +14,8 @@ TILE = 2_000_000        # edges a kernel call
 
 @dataclass
 class Tree:
-    """The breadth-first tree: `order[:count]` are the rows reached, nearest first; `parent` (-1 - root number for a root itself),
-    `via` (edge label); all int32."""
+    """The breadth-first tree: `order[:count]` are the rows reached, nearest first; `parent` (-1 - root number for a
+    root itself), `via` (edge label); all int32."""
 
     order: np.ndarray
     count: int
@@ -26,8 +26,9 @@ class Tree:
 
 @dataclass
 class Groups:
-    """Rows folded by how they are reached. Arrays over groups: parent group (-1: a root), label, kind, detail, own bytes and count, one
-    row as an example, `again` (the step repeats, as in a linked list); `below`: bytes of the group and all under it."""
+    """Rows folded by how they are reached. Arrays over groups: parent group (-1: a root), label, kind, detail, own
+    bytes and count, one row as an example, `again` (the step repeats, as in a linked list); `below`: bytes of the group
+    and all under it."""
 
     parent: np.ndarray
     label: np.ndarray
@@ -46,7 +47,8 @@ class Groups:
 
 @dataclass
 class Graph:
-    """`begins` (rows + 1), `targets`, `labels` (int32); `roots`: name and row of each, in the order in which they are to be tried."""
+    """`begins` (rows + 1), `targets`, `labels` (int32);
+    `roots`: name and row of each, in the order in which they are to be tried."""
 
     begins: np.ndarray
     targets: np.ndarray
@@ -58,7 +60,8 @@ class Graph:
 
     @cached_property
     def tree(self) -> Tree:
-        """What the roots reach, each row by its shortest path (the first of them in the order of the roots and edges)."""
+        """What the roots reach, each row by its shortest path
+        (the first of them in the order of the roots and edges)."""
         rows = len(self)
         seen, order = np.zeros(rows, np.uint8), np.zeros(rows, np.int32)
         parent, via = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
@@ -74,7 +77,8 @@ class Graph:
         return Tree(order, tail, parent, via, seen)
 
     def path(self, row: int) -> tuple[str, list[tuple[int, int]]] | None:
-        """(name of the root, [(label, row), ...] from the root on) of the shortest path to a row; None when nothing reaches it."""
+        """(name of the root, [(label, row), ...] from the root on) of the shortest path to a row;
+        None when nothing reaches it."""
         tree = self.tree
         if not tree.seen[row]:
             return None
@@ -92,7 +96,8 @@ class Graph:
         return [(int(source), int(self.labels[k])) for source, k in zip(sources, at)]
 
     def fold(self, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, few: int = 48) -> Groups:
-        """The tree with rows of the same shape as one group. `size`: int64, `kind`: uint8, `detail`: int32, each over rows."""
+        """The tree with rows of the same shape as one group.
+        `size`: int64, `kind`: uint8, `detail`: int32, each over rows."""
         tree = self.tree
         below = size.astype(np.int64)
         kernel.sum_tree(tree.order, tree.count, tree.parent, below)
@@ -101,7 +106,8 @@ class Graph:
         named = np.bincount(tree.parent[inner], minlength=len(self)).astype(np.int32)
         names = list(dict.fromkeys(name for name, _ in self.roots))
         room = max(tree.count + len(names) + 1, 1024)
-        arrays = [np.zeros(room, t) for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
+        arrays = [np.zeros(room, t)
+                  for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
         g_parent, g_label, g_kind, g_detail, g_bytes, g_count, g_row, g_again = arrays
         g_parent[:len(names)] = -1
         parent = tree.parent.copy()
@@ -112,8 +118,8 @@ class Graph:
             g_row[k] = next(row for root, row in self.roots if root == name)
         slots = np.full(1 << (2 * room).bit_length(), -1, np.int32)
         n = kernel.fold(tree.order, tree.count, parent, tree.via, kind, detail, size, below, named, few, member,
-                        np.zeros(len(self), np.int32), slots, g_parent, g_label, g_kind, g_detail, g_bytes, g_count, g_row, g_again,
-                        len(names))
+                        np.zeros(len(self), np.int32), slots, g_parent, g_label, g_kind, g_detail, g_bytes, g_count,
+                        g_row, g_again, len(names))
         own = [array[:n] for array in arrays]
         below_groups, count_below = own[4].copy(), own[5].copy()
         for k in range(n - 1, -1, -1):       # a group comes after the one above it

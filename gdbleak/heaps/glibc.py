@@ -1,6 +1,7 @@
 """glibc malloc: every arena, heap and chunk of every libc in the target, with or without debug information.
 
-`glibc_find` finds the structures, `glibc_regions` where chunks lie, `glibc_walk` walks them; the result is a `GlibcHeap`.
+`glibc_find` finds the structures, `glibc_regions` where chunks lie, `glibc_walk` walks them;
+the result is a `GlibcHeap`.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finding main_arena, mp_ and the release of a glibc, with or without symbols.
 
-main_arena is found by its shape: 127 bins in a row that point to themselves or to chunks that point back, and a `next` ring
-that closes. mp_ is found near it by its own invariants.
+main_arena is found by its shape: 127 bins in a row that point to themselves or to chunks that point back, and a `next`
+ring that closes. mp_ is found near it by its own invariants.
 """
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _BANNER = re.compile(rb"GNU C Library [^\n\0]{0,120}?release version (\d+)\.(\d+
 
 
 def find_main_arena(target: Target, module: Module):
-    """(address, dtype, release it came with, where the layout is from) of a used main_arena in the module's data, or None."""
+    """(address, dtype, release it came with, where the layout is from) of a used main_arena in the module's data,
+    or None."""
     for start, end in module.writable():
         for low, high in target.space.present((start + 7) & ~7, end & ~7):
             words = target.space.words_of((low + 7) & ~7, high & ~7)

@@ -105,7 +105,8 @@ class GlibcHeap:
         return self.regions[k] if k >= 0 and address < self.regions[k].end else None
 
     def usable(self, row: int, region: Region | None = None) -> int:
-        """Bytes of the block that are the program's: what malloc_usable_size() says. `region`: the block's, when known."""
+        """Bytes of the block that are the program's: what malloc_usable_size() says.
+        `region`: the block's, when known."""
         region = region or self.region_at(int(self.blocks.address[row]) - 16)
         if region is None or region.kind != "mmapped":
             return int(self.blocks.size[row]) - 8

@@ -51,7 +51,8 @@ def _top_end(target: Target, heap: GlibcHeap) -> int:
     top = int(main.fields["top"])
     word, extent = target.word(top + 8), target.extent(top)
     if extent is None or top & 15:
-        heap.damage.append(Damage(main.address + heap.state.fields["top"][1], f"the top of arena 0, {top:#x}, is no chunk"))
+        heap.damage.append(Damage(main.address + heap.state.fields["top"][1],
+                                  f"the top of arena 0, {top:#x}, is no chunk"))
         return 0
     if word is None:
         heap.damage.append(Damage(top, "the top chunk is not in the core"))
@@ -100,7 +101,8 @@ def _chunk_pages(target: Target, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _fence_after(target: Target, at: int, high: int) -> int:
-    """Where the region of chunks that begins at page `at` ends (behind its fencepost, at a page), or 0 when it is none."""
+    """Where the region of chunks that begins at page `at` ends (behind its fencepost, at a page),
+    or 0 when it is none."""
     room = (high - at) // 32 + 2
     scratch = reserve(room, np.uint64), reserve(room, np.uint64), reserve(room, np.uint8)
     buffer = buffer_of(target, target.space.table([(at, high)]))
@@ -162,8 +164,8 @@ def heap_regions(target: Target, heap: GlibcHeap, arena: Arena) -> list[Region]:
 def mmapped_regions(target: Target, heap: GlibcHeap, taken: list[Region]) -> list[Region]:
     """Chunks with a mapping of their own: no list names them, their headers at page boundaries do.
 
-    Candidates are taken from low to high, what lies inside an accepted one is its contents. mp_ counts them: when ours are not as
-    many, the report says so.
+    Candidates are taken from low to high, what lies inside an accepted one is its contents. mp_ counts them: when ours
+    are not as many, the report says so.
     """
     if heap.parameters is not None and not int(heap.parameters["n_mmaps"]):
         return []
@@ -192,7 +194,8 @@ def mmapped_regions(target: Target, heap: GlibcHeap, taken: list[Region]) -> lis
 
 
 def _mmapped_candidates(space, start: int, end: int, extra: int) -> list[tuple[int, int, int]]:
-    """(base, -bytes before the header, end) of what can be mmapped chunks in [start, end), sorted as they are to be taken.
+    """(base, -bytes before the header, end) of what can be mmapped chunks in [start, end),
+    sorted as they are to be taken.
 
     The header of a memalign'd one lies 16 bytes before an aligned address; its prev_size says how far from the base.
     """
@@ -224,7 +227,8 @@ def buffer_of(target: Target, table):
 
 
 class Reach:
-    """Where chunks can go on in [start, stop), asked as often as the walk breaks; worked out once, from the end backwards."""
+    """Where chunks can go on in [start, stop), asked as often as the walk breaks;
+    worked out once, from the end backwards."""
 
     CHAIN = 64                  # so many plausible chunks in a row are taken for chunks
 
@@ -238,5 +242,6 @@ class Reach:
 
     def resume(self, at: int, fresh: bool = False, least: int = CHAIN) -> int:
         """The address from `at` on where chunks go on, or 0."""
-        slot = kernel.resume(*self.buffer, self.start, max((at - self.start + 15) // 16, 0), self.slots, least, fresh, self.steps)
+        slot = kernel.resume(*self.buffer, self.start, max((at - self.start + 15) // 16, 0), self.slots, least, fresh,
+                             self.steps)
         return self.start + 16 * slot if slot >= 0 else 0

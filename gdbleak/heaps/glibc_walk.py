@@ -103,7 +103,8 @@ class Walk:
         region.damaged.append((at, going_on))
         what = ("memory is missing from the core" if why == kernel.ABSENT else
                 f"the size {self._word(at + 8):#x} of this chunk cannot be")
-        self.heap.damage.append(Damage(at, f"{what}; {going_on - at:,} bytes up to {going_on:#x} are not walked", last_good))
+        self.heap.damage.append(Damage(at, f"{what}; {going_on - at:,} bytes up to {going_on:#x} are not walked",
+                                       last_good))
         return going_on
 
     def _is_linked(self, user: int) -> bool:
@@ -121,8 +122,8 @@ class Walk:
         if self.n > first and not head & 1 and self.state[self.n - 1] == kernel.IN_USE:
             self.state[self.n - 1] = kernel.FREE
         if top + (head & ~7) != region.end and not any(damage.address == top for damage in self.heap.damage):
-            self.heap.damage.append(Damage(top, f"the top chunk of arena {arena.index} has the size {head & ~7:#x}, its region ends "
-                                                f"at {region.end:#x}"))
+            self.heap.damage.append(Damage(top, f"the top chunk of arena {arena.index} has the size {head & ~7:#x}, "
+                                                f"its region ends at {region.end:#x}"))
         arena.top_bytes = region.end - top
         self._append(top, region.end - top, kernel.TOP)
 
@@ -157,7 +158,8 @@ class Walk:
         free = [self._free_of(region) for region in regions]
         walked, walked_bytes = (sum(column) for column in zip(*free)) if free else (0, 0)
         if walked != arena.bin_blocks:
-            heap.notes.append(f"arena {arena.index}: its bins list {arena.bin_blocks:,} free chunks, the walk finds {walked:,}"
+            heap.notes.append(f"arena {arena.index}: its bins list {arena.bin_blocks:,} free chunks, "
+                              f"the walk finds {walked:,}"
                               + ("" if whole else ": the walk's count is used"))
             if not whole:
                 arena.bin_blocks, arena.bin_bytes = walked, walked_bytes
@@ -178,8 +180,8 @@ class Walk:
     def _tcaches(self) -> None:
         """Find the thread caches among the blocks of their size, and mark what they hold.
 
-        A cache's entries must be in-use blocks of just the bin's size. An empty one is told from other zeroed memory by the word
-        in its thread's TLS that points to it.
+        A cache's entries must be in-use blocks of just the bin's size. An empty one is told from other zeroed memory by
+        the word in its thread's TLS that points to it.
         """
         heap, blocks = self.heap, self.heap.blocks
         layout = layouts.latest(layouts.TCACHE, heap.release)

@@ -20,7 +20,8 @@ DIRECT = 128 << 10              # blocks from here on can have a mapping of thei
 
 @dataclass
 class Segment:
-    """One segment. Bytes are chunks, headers included; `free`: in bins and as the designated victim; `overhead`: fenceposts."""
+    """One segment. Bytes are chunks, headers included; `free`: in bins and as the designated victim;
+    `overhead`: fenceposts."""
 
     start: int
     size: int
@@ -34,7 +35,8 @@ class Segment:
 
 @dataclass
 class LjAlloc:
-    """One mspace: its segments, and the mappings of blocks of 128 KiB and more that have one of their own (start, size)."""
+    """One mspace: its segments, and the mappings of blocks of 128 KiB and more that have one of their own
+    (start, size)."""
 
     address: int
     segments: list[Segment] = field(default_factory=list)
@@ -85,12 +87,14 @@ def _walk(target: Target, heap: LjAlloc, segment: Segment, top: int, top_size: i
     space = target.space
     table = space.table([(segment.start, stop)])
     found = kernel.walk(space.words, table.starts, table.ends, table.offsets, segment.start, stop, top)
-    segment.in_use_chunks, segment.in_use_bytes, segment.free_chunks, segment.free_bytes, end, why = (int(x) for x in found)
+    (segment.in_use_chunks, segment.in_use_bytes, segment.free_chunks, segment.free_bytes,
+     end, why) = (int(x) for x in found)
     if end == top:
         segment.top_bytes = min(top_size, stop - end)
     rest = stop - end - segment.top_bytes
     if why:
-        heap.notes.append(f"the segment at {segment.start:#x} could be walked only up to {end:#x}: {rest:,} bytes are not accounted for")
+        heap.notes.append(f"the segment at {segment.start:#x} could be walked only up to {end:#x}: "
+                          f"{rest:,} bytes are not accounted for")
     else:
         segment.overhead = rest
 

@@ -1,7 +1,7 @@
 """nginx structures as NumPy dtypes (LP64), measured on builds from 1.13.6 to 2026, with and without --with-compat.
 
-What differs between releases and build options is found by fingerprint in `nginx.py`; here is what stands still, and for
-ngx_cycle_t the three forms there are.
+What differs between releases and build options is found by fingerprint in `nginx.py`; here is what stands still, and
+for ngx_cycle_t the three forms there are.
 """
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ BLOCK_HEADER = 32             # the later blocks of a pool have only `d`
 CONNECTION = struct(120, data=(0, "u8"), read=(8, "u8"), write=(16, "u8"), fd=(24, "i4"), listening=(64, "u8"),
                     log=(80, "u8"), pool=(88, "u8"), sockaddr=(104, "u8"), socklen=(112, "u4"))
 LISTENING = struct(184, sockaddr=(8, "u8"), socklen=(16, "u4"), addr_text_len=(32, "u8"), addr_text_data=(40, "u8"))
-REQUEST = struct(96, signature=(0, "u4"), connection=(8, "u8"), main_conf=(24, "u8"), upstream=(72, "u8"), pool=(88, "u8"))
+REQUEST = struct(96, signature=(0, "u4"), connection=(8, "u8"), main_conf=(24, "u8"), upstream=(72, "u8"),
+                 pool=(88, "u8"))
 REQUEST_SIGNATURE = 0x50545448  # "HTTP"
-# What a request or session begins with, which is also the type of its modules -> the offset of its array of their contexts
+# What a request or session begins with, which is also the type of its modules -> the offset of its array of
+# their contexts
 CONTEXTS = {REQUEST_SIGNATURE: 16, 0x4D525453: 48, 0x4C49414D: 40}   # "HTTP", "STRM", "MAIL"
 EVENT_SIZE = 96
 EVENT_TIMER = 40                # ngx_event_t.timer, a node of the tree of timers
@@ -43,11 +45,12 @@ def _cycle(connections: int, without_reuse_time: bool):
 # ngx_cycle_t: up to 1.15, from 1.19 on, and of 2026
 CYCLES = (_cycle(504, False), _cycle(496, True), _cycle(544, False))
 
-SHM_ZONE = struct(88, data=(0, "u8"), addr=(8, "u8"), size=(16, "u8"), name_len=(24, "u8"), name_data=(32, "u8"), tag=(64, "u8"))
+SHM_ZONE = struct(88, data=(0, "u8"), addr=(8, "u8"), size=(16, "u8"), name_len=(24, "u8"), name_data=(32, "u8"),
+                  tag=(64, "u8"))
 LIST = struct(56, part_elts=(8, "u8"), part_nelts=(16, "u8"), part_next=(24, "u8"), size=(32, "u8"))
 LIST_PART = struct(24, part_elts=(0, "u8"), part_nelts=(8, "u8"), part_next=(16, "u8"))
-SLAB_POOL = struct(200, min_size=(16, "u8"), min_shift=(24, "u8"), pages=(32, "u8"), last=(40, "u8"), free_next=(56, "u8"),
-                   stats=(72, "u8"), pfree=(80, "u8"), start=(88, "u8"), end=(96, "u8"))
+SLAB_POOL = struct(200, min_size=(16, "u8"), min_shift=(24, "u8"), pages=(32, "u8"), last=(40, "u8"),
+                   free_next=(56, "u8"), stats=(72, "u8"), pfree=(80, "u8"), start=(88, "u8"), end=(96, "u8"))
 SLAB_FREE = 48                  # ngx_slab_pool_t.free, the head of the ring of free runs
 SLAB_PAGE = struct(24, slab=(0, "u8"), next=(8, "u8"), prev=(16, "u8"))
 SLAB_STAT = struct(32, total=(0, "u8"), used=(8, "u8"), reqs=(16, "u8"), fails=(24, "u8"))

@@ -1,4 +1,5 @@
-"""nginx memory pools, found by two roads: from ngx_cycle along what nginx itself follows, and by structure on the malloc heap.
+"""nginx memory pools, found by two roads: from ngx_cycle along what nginx itself follows,
+and by structure on the malloc heap.
 
 What the second road finds and the first does not is unreached: forgotten pools, and those that only a module's own
 structures know (regexes of the lua module, caches).
@@ -83,7 +84,8 @@ class Nginx:
     table: np.ndarray = field(default_factory=lambda: np.zeros((0, kernel.COLUMNS), np.int64))
     known: set[int] = field(default_factory=set)         # the same addresses
     loose: dict[int, np.ndarray] = field(default_factory=dict)          # reached, on no malloc heap, not yet in table
-    owners: list[tuple[int, np.ndarray]] = field(default_factory=list)  # per heap: its first pool; block row -> pool + 1
+    # per heap: its first pool; block row -> pool + 1
+    owners: list[tuple[int, np.ndarray]] = field(default_factory=list)
     header: int = 80                                     # bytes of ngx_pool_t; 96 in Tengine's debug pools
     holders: dict[int, Holder] = field(default_factory=dict)                   # pool address -> whose it is
     connections: int = 0                                 # in use
@@ -92,7 +94,7 @@ class Nginx:
     listeners: dict[int, str] = field(default_factory=dict)             # address of an ngx_listening_t -> its text
     line_searches: int = 0                                              # in requests where it was not
 
-    # -- questions ------------------------------------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------------------------------
     def kinds(self) -> np.ndarray:
         """The kind of each pool, as an index into KINDS (uint8)."""
         codes = np.full(len(self.addresses), KINDS.index("unreached"), np.uint8)
@@ -156,9 +158,9 @@ class Nginx:
         holder = self.holders.get(address)
         kind = holder.kind if holder else "unreached"
         creator, known = self.creator(number, kind)
-        return Pool(address, kind, creator, known, row[kernel.SIZE], row[kernel.USED], row[kernel.UNUSED], row[kernel.BLOCKS],
-                    row[kernel.BLOCK_BYTES], row[kernel.LARGE], row[kernel.LARGE_BYTES], row[kernel.FREED_LARGE],
-                    row[kernel.CLEANUPS], row[kernel.HANDLER], holder)
+        return Pool(address, kind, creator, known, row[kernel.SIZE], row[kernel.USED], row[kernel.UNUSED],
+                    row[kernel.BLOCKS], row[kernel.BLOCK_BYTES], row[kernel.LARGE], row[kernel.LARGE_BYTES],
+                    row[kernel.FREED_LARGE], row[kernel.CLEANUPS], row[kernel.HANDLER], holder)
 
     def creator(self, number: int, kind: str) -> tuple[str, bool]:
         """(who created the pool, whether that is read from it). Without Tengine's debug pools it is inferred."""
@@ -190,7 +192,8 @@ class Nginx:
         return first, group
 
     def requests(self) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the pools that begin with an HTTP request, those requests): nginx allocates it first in its pool."""
+        """(numbers of the pools that begin with an HTTP request, those requests):
+        nginx allocates it first in its pool."""
         addresses = self.addresses + np.uint64(self.header)
         words, _ = self.target.space.gather(addresses, np.uint64)
         maybe = np.flatnonzero(words.astype(np.uint32) == layouts.REQUEST_SIGNATURE)
@@ -213,7 +216,7 @@ class Nginx:
             return False
         return int(request["signature"]) == layouts.REQUEST_SIGNATURE and int(request["pool"]) == pool
 
-    # -- words for people -------------------------------------------------------------------------------------------------
+    # -- words for people ----------------------------------------------------------------------------------------------
     def client(self, connection: int) -> str:
         """The peer's address of a connection, "" when it is absent."""
         try:
@@ -306,7 +309,7 @@ def find(target: Target, heaps: list[GlibcHeap]) -> Nginx | None:
     return nginx
 
 
-# -- the second road: by structure ------------------------------------------------------------------------------------------
+# -- the second road: by structure -------------------------------------------------------------------------------------
 def _by_structure(nginx: Nginx) -> None:
     """Find the pools among the in-use malloc blocks, with the plain header or, if that finds fewer, the debug one."""
     best = None
@@ -322,7 +325,8 @@ def _by_structure(nginx: Nginx) -> None:
         first += len(table)
     if found:
         nginx.table = np.concatenate([table for table, _ in found])
-        nginx.addresses = np.concatenate([heap.blocks.address[table[:, kernel.ROW]] for heap, (table, _) in zip(nginx.heaps, found)])
+        nginx.addresses = np.concatenate([heap.blocks.address[table[:, kernel.ROW]]
+                                          for heap, (table, _) in zip(nginx.heaps, found)])
         nginx.known = set(nginx.addresses.tolist())
 
 
@@ -343,7 +347,7 @@ def _pools_of(target: Target, heap: GlibcHeap, header: int) -> tuple[np.ndarray,
     return out.reshape(-1, kernel.COLUMNS)[:count], owner
 
 
-# -- the first road: from ngx_cycle -------------------------------------------------------------------------------------------
+# -- the first road: from ngx_cycle ------------------------------------------------------------------------------------
 def _from_cycle(nginx: Nginx, target: Target) -> None:
     """Follow what nginx follows: cycle, connections, their requests, upstreams and HTTP/2 connections."""
     _read_cycle(nginx, target)
@@ -358,14 +362,15 @@ def _from_cycle(nginx: Nginx, target: Target) -> None:
     _timers(nginx, target, cycles)
     _take_in_loose(nginx)
     if not any(int(cycle["connections"]) for cycle in cycles):
-        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it began "
-                           "to serve")
+        nginx.notes.append("this process has no connections of its own: it is nginx's master, or stopped before it "
+                           "began to serve")
 
 
 def _read_cycle(nginx: Nginx, target: Target) -> None:
     """Read the ngx_cycle_t with the layout whose connections and events fit together; find the size of a connection."""
     dwarf = target.layouts.dwarf("ngx_cycle_s", layouts.CYCLES[0])
-    forms = ([(dwarf, "debug information")] if dwarf is not None else []) + [(form, "tables") for form in layouts.CYCLES]
+    forms = ([(dwarf, "debug information")] if dwarf is not None else []) + \
+        [(form, "tables") for form in layouts.CYCLES]
     idle = None
     for form, origin in forms:
         try:
@@ -376,7 +381,8 @@ def _read_cycle(nginx: Nginx, target: Target) -> None:
         if stride:
             nginx.fields, nginx.layout_from = cycle, origin
             return
-        if idle is None and not int(cycle["connections"]) and not int(cycle["read_events"]) and 0 < int(cycle["connection_n"]) < 1 << 24:
+        if idle is None and not int(cycle["connections"]) and not int(cycle["read_events"]) and \
+                0 < int(cycle["connection_n"]) < 1 << 24:
             idle = cycle, origin   # a master process: it has no connections of its own
     if idle is not None:
         nginx.fields, nginx.layout_from = idle
@@ -385,7 +391,8 @@ def _read_cycle(nginx: Nginx, target: Target) -> None:
 
 
 def _connection_size(target: Target, cycle: np.void) -> int:
-    """sizeof(ngx_connection_t): the distance at which a connection's events are the next ones of their arrays; 0: none."""
+    """sizeof(ngx_connection_t): the distance at which a connection's events are the next ones of their arrays;
+    0: none."""
     base, reads, writes = (int(cycle[name]) for name in ("connections", "read_events", "write_events"))
     if not (base and reads and writes) or target.word(base + 8) != reads or target.word(base + 16) != writes:
         return 0
@@ -536,8 +543,8 @@ def _http2(nginx: Nginx, target: Target, start: int, size: int, holder: Holder, 
 def _requests_by_content(nginx: Nginx, target: Target) -> None:
     """Requests whose connection is no row of the connections array (HTTP/2 streams have one of their own in a pool).
 
-    Each pool is asked. It is reached when the connection it names lies in a reached pool and points back to it. Repeated
-    until nothing is added, as such pools lead to others.
+    Each pool is asked. It is reached when the connection it names lies in a reached pool and points back to it.
+    Repeated until nothing is added, as such pools lead to others.
     """
     numbers, requests = nginx.requests()
     waiting = list(zip(nginx.addresses[numbers].tolist(), requests["connection"].tolist()))
@@ -569,7 +576,8 @@ def _contexts(nginx: Nginx, target: Target, sessions: list[tuple[int, int, Holde
                            for request, holder in requests.items()]
     modules = nginx.modules()
     for signature, offset in layouts.CONTEXTS.items():
-        count = 1 + max((int(module["ctx_index"]) for _, module in modules if int(module["type"]) == signature), default=-1)
+        count = 1 + max((int(module["ctx_index"]) for _, module in modules if int(module["type"]) == signature),
+                        default=-1)
         mine = [(address, holder) for kind, address, holder in sessions if kind == signature]
         if not mine or not 0 < count < 4096:
             continue
@@ -582,7 +590,8 @@ def _contexts(nginx: Nginx, target: Target, sessions: list[tuple[int, int, Holde
 
 
 def _timers(nginx: Nginx, target: Target, cycles: list[np.void]) -> None:
-    """Pools of what waits for a timer: the event, or its `data`, lies in one or in a malloc block that points to one."""
+    """Pools of what waits for a timer: the event, or its `data`,
+    lies in one or in a malloc block that points to one."""
     variable = target.symbol("ngx_event_timer_rbtree")
     if not variable:
         return

@@ -24,7 +24,8 @@ class Slot:
 
 @dataclass
 class Zone:
-    """One shared zone. Pages of the slab pool: `pages` = `used_pages` + `free_pages`. `problem`: why it could not be read."""
+    """One shared zone. Pages of the slab pool: `pages` = `used_pages` + `free_pages`.
+    `problem`: why it could not be read."""
 
     name: str
     module: str                 # the nginx module whose zone it is, "" when that cannot be told
@@ -58,11 +59,13 @@ def zones(nginx: Nginx) -> list[Zone]:
     for address in _list_elements(target, nginx.cycle + nginx.fields.dtype.fields["shared_memory"][1]):
         try:
             row = target.space.struct(address, layouts.SHM_ZONE)
-            name = target.space.read(int(row["name_data"]), min(int(row["name_len"]), 1024)).decode("utf-8", "backslashreplace")
+            name = target.space.read(int(row["name_data"]),
+                                     min(int(row["name_len"]), 1024)).decode("utf-8", "backslashreplace")
         except Absent:
             found.append(Zone("?", "", 0, 0, problem="the zone's description is not in the core"))
             continue
-        zone = Zone(name, names.get(int(row["tag"]), ""), int(row["addr"]), int(row["size"]), page_size=target.auxv.get(6, 4096))
+        zone = Zone(name, names.get(int(row["tag"]), ""), int(row["addr"]), int(row["size"]),
+                    page_size=target.auxv.get(6, 4096))
         try:
             _read_slab(target, zone)
         except Absent as absent:

@@ -271,13 +271,14 @@ def _reach_array(words, starts, ends, offsets, start, stop, last, budget, behind
 
 
 @kernel(_reach_array)
-def reach(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, last: I64, budget: I64, behind: U64,
-          steps: U8s):
+def reach(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, last: I64, budget: I64,
+          behind: U64, steps: U8s):
     """Tell of each 16-byte slot of [start, stop), from slot `last` - 1 down, how many chunks in a row begin there.
 
-    steps[slot] (uint8, zeroed, one more than there are slots, the one at `stop` ANCHORED) becomes the length of the chain of sizes
-    from there, ANCHORED when it leads to `stop` or to a pair of fenceposts (or is as long as that). At most `budget` slots a
-    call; (the slot reached, the head found in it: pass both on, at first the number of slots and 32).
+    steps[slot] (uint8, zeroed, one more than there are slots, the one at `stop` ANCHORED) becomes the length of the
+    chain of sizes from there, ANCHORED when it leads to `stop` or to a pair of fenceposts (or is as long as that). At
+    most `budget` slots a call; (the slot reached, the head found in it: pass both on,
+    at first the number of slots and 32).
     """
     first = last - budget
     if first < 0:
@@ -326,12 +327,12 @@ def _resume_array(words, starts, ends, offsets, start, slot, slots, least, fresh
 
 
 @kernel(_resume_array)
-def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, slot: I64, slots: I64, least: I64, fresh: I64,
-           steps: U8s):
+def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, slot: I64, slots: I64, least: I64,
+           fresh: I64, steps: U8s):
     """The first slot from `slot` on where chunks go on after a gap: at least `least` in a row; -1 when there is none.
 
-    The chunk after a gap always has its "previous in use" bit set (there is no chunk before it). `fresh`: rather one whose word
-    before its size is zero, as it is in memory that has just come from brk, if there is one within 1 MiB.
+    The chunk after a gap always has its "previous in use" bit set (there is no chunk before it). `fresh`: rather one
+    whose word before its size is zero, as it is in memory that has just come from brk, if there is one within 1 MiB.
     """
     lowest = -1
     for j in range(slot, slots):

@@ -1,8 +1,9 @@
 """From a kernel's Python source to machine code that ctypes can call, kept between runs.
 
-The first run on a machine compiles a file's kernels with Numba and stores the object code. Every later one gives that object code to
-llvmlite and calls it by Numba's own convention (status, result pointer, exception pointer, then the arguments, an array as meminfo,
-parent, items, item size, data, shape, stride). Whatever fails on the way costs speed only: then the array form is called.
+The first run on a machine compiles a file's kernels with Numba and stores the object code. Every later one gives that
+object code to llvmlite and calls it by Numba's own convention (status, result pointer, exception pointer, then the
+arguments, an array as meminfo, parent, items, item size, data, shape, stride). Whatever fails on the way costs speed
+only: then the array form is called.
 """
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ U64 = I64 = int
 U64s = I64s = I32s = U8s = np.ndarray
 
 _SCALARS = {"U64": (ctypes.c_uint64, "uint64"), "I64": (ctypes.c_int64, "int64")}
-_ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32), "U8s": np.dtype(np.uint8)}
+_ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32),
+           "U8s": np.dtype(np.uint8)}
 _VERSION = "2"
 
 
@@ -39,7 +41,8 @@ def kernel(array_form):
 
 
 class Kernel:
-    """A compiled form and its array form, called as one function. `array_form` and `compiled` can be called apart in tests."""
+    """A compiled form and its array form, called as one function.
+    `array_form` and `compiled` can be called apart in tests."""
 
     def __init__(self, function, array_form):
         self.function, self.array_form = function, array_form
@@ -63,7 +66,8 @@ class Kernel:
 
 
 def _kernels(module) -> list[Kernel]:
-    return [value for value in vars(module).values() if isinstance(value, Kernel) and value.function.__module__ == module.__name__]
+    return [value for value in vars(module).values()
+            if isinstance(value, Kernel) and value.function.__module__ == module.__name__]
 
 
 def _parameters(function) -> list[str]:
@@ -71,7 +75,7 @@ def _parameters(function) -> list[str]:
     return [function.__annotations__[name] for name in names]
 
 
-# -- kept code ------------------------------------------------------------------------------------------------------------
+# -- kept code ---------------------------------------------------------------------------------------------------------
 def _machine_code(module) -> dict:
     """Kernel name -> (address, result types) of one file's kernels; empty when they cannot be compiled here."""
     try:
@@ -83,8 +87,8 @@ def _machine_code(module) -> dict:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-        target = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault",
-                                                                            jit=True)
+        target = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3,
+                                                                            codemodel="jitdefault", jit=True)
         with open(module.__file__, "rb") as stream:
             source = stream.read()
         with open(__file__, "rb") as stream:
@@ -113,7 +117,8 @@ def _directory() -> str:
 
 
 def _read(path: str):
-    """(index, code) of a file that this user, and nobody else, can have written; None when there is none that is whole."""
+    """(index, code) of a file that this user, and nobody else, can have written;
+    None when there is none that is whole."""
     try:
         with open(path, "rb") as stream:
             owner = os.fstat(stream.fileno())
@@ -157,7 +162,7 @@ def _NO_DESTRUCTOR(_info):
     """Nothing is reference counted here; the symbol is only there to be linked."""
 
 
-# -- compiling ------------------------------------------------------------------------------------------------------------
+# -- compiling ---------------------------------------------------------------------------------------------------------
 def _compile(module, binding, target):
     """(index: kernel name -> (symbol, result types), object code) of all kernels of a file."""
     with interrupts.deferred():
@@ -175,8 +180,9 @@ def _compile(module, binding, target):
     index, merged = {}, None
     for one in _kernels(module):
         function = types.FunctionType(one.function.__code__, scope, one.__name__)
-        result = compiler.compile_extra(registry.cpu_target.typing_context, registry.cpu_target.target_context, function,
-                                        tuple(form[name] for name in _parameters(one.function)), None, flags, {})
+        result = compiler.compile_extra(registry.cpu_target.typing_context, registry.cpu_target.target_context,
+                                        function, tuple(form[name] for name in _parameters(one.function)), None,
+                                        flags, {})
         assembly = binding.parse_assembly(result.library.get_llvm_str())
         if merged is None:
             merged = assembly
@@ -193,8 +199,9 @@ def _callable(function, address: int, results: list[str]):
     kinds = _parameters(function)
     flat = [ctypes.c_void_p, ctypes.c_void_p]
     for kind in kinds:
-        flat += [_SCALARS[kind][0]] if kind in _SCALARS else [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
-                                                              ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        flat += [_SCALARS[kind][0]] if kind in _SCALARS else [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
+                                                              ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+                                                              ctypes.c_int64]
     native = ctypes.CFUNCTYPE(ctypes.c_int32, *flat)(address)
     result_type = type("Result", (ctypes.Structure,), {"_fields_": [
         (f"r{k}", getattr(ctypes, f"c_{name}")) for k, name in enumerate(results)]})
@@ -210,7 +217,8 @@ def _callable(function, address: int, results: list[str]):
                 if argument.dtype != dtype or not argument.flags.c_contiguous:
                     raise TypeError(f"{function.__name__}: an array is {argument.dtype}, not a contiguous {dtype}")
                 count = argument.size
-                values += [None, None, count, dtype.itemsize, argument.__array_interface__["data"][0], count, dtype.itemsize]
+                values += [None, None, count, dtype.itemsize, argument.__array_interface__["data"][0], count,
+                           dtype.itemsize]
         if native(*values):
             raise RuntimeError(f"the compiled kernel {function.__name__} failed")
         found = tuple(getattr(result, name) for name, _ in result_type._fields_)

@@ -1,6 +1,8 @@
-"""Walking a graph in CSR: breadth first from roots, sums over the tree that gives, and folding siblings of the same shape.
+"""Walking a graph in CSR: breadth first from roots, sums over the tree that gives,
+and folding siblings of the same shape.
 
-Rows are int32. `begins` (rows + 1), `targets`, `labels`: row r refers to targets[begins[r]:begins[r + 1]], each edge with its label.
+Rows are int32. `begins` (rows + 1), `targets`, `labels`: row r refers to targets[begins[r]:begins[r + 1]],
+each edge with its label.
 """
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def _in_python(body):
     return run
 
 
-def _bfs(begins: I32s, targets: I32s, labels: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, via: I32s, order: I32s):
+def _bfs(begins: I32s, targets: I32s, labels: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s,
+         via: I32s, order: I32s):
     """Go on breadth first from order[head:tail]; (head, tail) then. Stops after `budget` edges; done when head == tail.
 
     parent[row] is the row it was reached from first, via[row] the label of that edge.
@@ -47,15 +50,16 @@ def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
     return count
 
 
-def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s, named: I32s, few: I64,
-          member: I64, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s, g_detail: I32s, g_bytes: I64s,
-          g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
+def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
+          named: I32s, few: I64, member: I64, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
+          g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
     """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
 
-    The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where a row
-    has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's bytes keeps
-    its own, the others become `member`. A row that repeats its parent's step (a linked list) joins its parent's group. Groups
-    0..n-1, those of the roots, come filled, and so do parent[] = -1 - group for the rows that are roots.
+    The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where
+    a row has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's
+    bytes keeps its own, the others become `member`. A row that repeats its parent's step (a linked list) joins its
+    parent's group. Groups 0..n-1, those of the roots, come filled, and so do parent[] = -1 - group for the rows that
+    are roots.
     """
     mask = len(slots) - 1
     for k in range(count):
@@ -75,7 +79,8 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
             g_again[up] = 1
             g = up
         else:
-            h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^ kind[row] * 0x27d4eb2f) & 0x7fffffffffff
+            h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^
+                 kind[row] * 0x27d4eb2f) & 0x7fffffffffff
             h = (h ^ h >> 15) & mask
             while slots[h] >= 0:
                 g = slots[h]

@@ -54,7 +54,8 @@ def _walk_array(words, starts, ends, offsets, start, stop, top):
 
 @kernel(_walk_array)
 def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, top: U64):
-    """Walk the chunks of [start, stop) up to `top` or the fencepost; (in use, their bytes, free, their bytes, where it ended, why)."""
+    """Walk the chunks of [start, stop) up to `top` or the fencepost;
+    (in use, their bytes, free, their bytes, where it ended, why)."""
     used, used_bytes, free, free_bytes = 0, 0, 0, 0
     p = start
     while p < stop:

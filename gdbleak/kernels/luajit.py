@@ -1,7 +1,7 @@
 """The LuaJIT heap: listing its objects with the sizes LuaJIT accounts, and the references between them.
 
-Everything is int64; `words`, `halves` and `bytes` are views of one buffer. `f` is the layout as a vector, in the order of FIELDS. One
-body serves as compiled form and, over memoryviews and lists, as array form.
+Everything is int64; `words`, `halves` and `bytes` are views of one buffer. `f` is the layout as a vector, in the order
+of FIELDS. One body serves as compiled form and, over memoryviews and lists, as array form.
 """
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ KINDS = {STR: "string", UPVAL: "upvalue", THREAD: "thread", PROTO: "prototype", 
 END, BAD, ABSENT, LOOP, BUDGET = range(5)
 
 # What an edge is. From 0 on: the row of the string that is the key.
-ARRAY, METATABLE, ENVIRONMENT, PROTOTYPE, VALUE, CONSTANT, STACK, TRACE_LINK, CHUNK_NAME, KEY, OTHER_KEY, MEMBER = range(-1, -13, -1)
+(ARRAY, METATABLE, ENVIRONMENT, PROTOTYPE, VALUE, CONSTANT, STACK, TRACE_LINK, CHUNK_NAME, KEY, OTHER_KEY,
+ MEMBER) = range(-1, -13, -1)
 UPVALUE = -1000                # UPVALUE - k: upvalue k of a function
 
-FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata_env", "GCudata_len", "GCudata_metatable",
+FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata_env", "GCudata_len",
+          "GCudata_metatable",
           "GCcdata_sizeof", "GCcdata_ctypeid", "GCproto_sizeof", "GCproto_k", "GCproto_sizekgc", "GCproto_sizept",
           "GCproto_trace", "GCproto_chunkname", "GCupval_sizeof", "GCupval_v", "GCfuncC_ffid", "GCfuncC_nupvalues",
           "GCfuncC_env", "GCfuncC_pc", "GCfuncC_upvalue", "GCfuncL_uvptr", "GCtab_sizeof", "GCtab_colo", "GCtab_array",
           "GCtab_metatable", "GCtab_node", "GCtab_asize", "GCtab_hmask", "L_sizeof", "L_top", "L_stack", "L_openupval",
           "L_env", "L_stacksize", "GCtrace_sizeof", "GCtrace_nins", "GCtrace_ir", "GCtrace_nk", "GCtrace_nsnap",
-          "GCtrace_nsnapmap", "GCtrace_startpt", "GCtrace_link", "GCtrace_nextroot", "GCtrace_nextside", "SnapShot_sizeof",
-          "family")
-(F_GC64, F_REF, F_STR_SIZEOF, F_STR_LEN, F_UD_SIZEOF, F_UD_ENV, F_UD_LEN, F_UD_META, F_CD_SIZEOF, F_CD_CTYPE, F_PT_SIZEOF,
- F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT, F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV, F_FN_ENV, F_FN_PC,
- F_FN_UPVALUE, F_FN_UVPTR, F_TAB_SIZEOF, F_TAB_COLO, F_TAB_ARRAY, F_TAB_META, F_TAB_NODE, F_TAB_ASIZE, F_TAB_HMASK, F_L_SIZEOF,
- F_L_TOP, F_L_STACK, F_L_OPENUPVAL, F_L_ENV, F_L_STACKSIZE, F_TR_SIZEOF, F_TR_NINS, F_TR_IR, F_TR_NK, F_TR_NSNAP, F_TR_NSNAPMAP,
- F_TR_STARTPT, F_TR_LINK, F_TR_NEXTROOT, F_TR_NEXTSIDE, F_SNAP_SIZEOF, F_FAMILY) = range(len(FIELDS))
+          "GCtrace_nsnapmap", "GCtrace_startpt", "GCtrace_link", "GCtrace_nextroot", "GCtrace_nextside",
+          "SnapShot_sizeof", "family")
+(F_GC64, F_REF, F_STR_SIZEOF, F_STR_LEN, F_UD_SIZEOF, F_UD_ENV, F_UD_LEN, F_UD_META, F_CD_SIZEOF, F_CD_CTYPE,
+ F_PT_SIZEOF, F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT, F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV,
+ F_FN_ENV, F_FN_PC, F_FN_UPVALUE, F_FN_UVPTR, F_TAB_SIZEOF, F_TAB_COLO, F_TAB_ARRAY, F_TAB_META, F_TAB_NODE,
+ F_TAB_ASIZE, F_TAB_HMASK, F_L_SIZEOF, F_L_TOP, F_L_STACK, F_L_OPENUPVAL, F_L_ENV, F_L_STACKSIZE, F_TR_SIZEOF,
+ F_TR_NINS, F_TR_IR, F_TR_NK, F_TR_NSNAP, F_TR_NSNAPMAP, F_TR_STARTPT, F_TR_LINK, F_TR_NEXTROOT, F_TR_NEXTSIDE,
+ F_SNAP_SIZEOF, F_FAMILY) = range(len(FIELDS))
 
 _MASK47 = (1 << 47) - 1
 _VARIABLE = 0x80               # a cdata of variable length
@@ -88,7 +91,8 @@ def _size_of(f, bytes, halves, words, starts, ends, offsets, at, o, kind, marked
         snaps = _u16(bytes, at + f[F_TR_NSNAPMAP]) if f[F_FAMILY] == 0 else _u32(halves, at + f[F_TR_NSNAPMAP])
         if nins < nk:
             return -1
-        return ((f[F_TR_SIZEOF] + 7) & ~7) + 8 * (nins - nk) + f[F_SNAP_SIZEOF] * _u16(bytes, at + f[F_TR_NSNAP]) + 4 * snaps
+        return ((f[F_TR_SIZEOF] + 7) & ~7) + 8 * (nins - nk) + \
+            f[F_SNAP_SIZEOF] * _u16(bytes, at + f[F_TR_NSNAP]) + 4 * snaps
     if kind == CDATA:
         if marked & _VARIABLE:
             before = _at(starts, ends, offsets, o - 8, 8)
@@ -113,12 +117,12 @@ def _size_of(f, bytes, halves, words, starts, ends, offsets, at, o, kind, marked
     return -1
 
 
-def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, ctypes: I64s, o: I64,
-             main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
+def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, ctypes: I64s,
+             o: I64, main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
     """Follow the list of collectable objects from `o`; (n, next object, why it stopped).
 
-    Fills rows from `n` on. Open upvalues, which only their thread lists, come after it. Of the `main` thread only the stack
-    counts: its structure is part of GG_State. `ctypes`: size of each C type, int64.
+    Fills rows from `n` on. Open upvalues, which only their thread lists, come after it. Of the `main` thread only the
+    stack counts: its structure is part of GG_State. `ctypes`: size of each C type, int64.
     """
     goal = min(n + budget, len(address) - 1)
     header = 2 + f[F_REF]
@@ -133,8 +137,9 @@ def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, of
         mark, gct = int(bytes[at + f[F_REF]]), int(bytes[at + f[F_REF] + 1])
         if gct < UPVAL or gct > UDATA:
             return n, o, BAD
-        need = f[F_L_SIZEOF] if gct == THREAD else f[F_TR_SIZEOF] if gct == TRACE else f[F_PT_SIZEOF] if gct == PROTO else \
-            f[F_TAB_SIZEOF] if gct == TAB else f[F_UD_SIZEOF] if gct == UDATA else header
+        need = f[F_L_SIZEOF] if gct == THREAD else f[F_TR_SIZEOF] if gct == TRACE else \
+            f[F_PT_SIZEOF] if gct == PROTO else f[F_TAB_SIZEOF] if gct == TAB else \
+            f[F_UD_SIZEOF] if gct == UDATA else header
         if _at(starts, ends, offsets, o, need) < 0:
             return n, o, ABSENT
         total = _size_of(f, bytes, halves, words, starts, ends, offsets, at, o, gct, mark, ctypes)
@@ -157,8 +162,8 @@ def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, of
     return n, 0, END
 
 
-def _strings(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, table: I64, count: I64,
-             address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
+def _strings(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, table: I64,
+             count: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
     """List the strings of `count` buckets of the string table at `table`; (n, buckets in use, bad chains)."""
     used = bad = 0
     for bucket in range(count):
@@ -246,7 +251,8 @@ def _put(address, slots, o, label, targets, labels, c):
 
 @helper
 def _put_values(f, words, starts, ends, offsets, start, count, label, step, address, slots, targets, labels, c):
-    """Append edges to what `count` TValues from address `start` refer to; labels go down by `step` from one to the next."""
+    """Append edges to what `count` TValues from address `start` refer to;
+    labels go down by `step` from one to the next."""
     for k in range(count):
         at = _at(starts, ends, offsets, start + 8 * k, 8)
         if at < 0:
@@ -293,8 +299,8 @@ def _function_edges(f, bytes, words, halves, starts, ends, offsets, at, o, addre
     c = _put(address, slots, _ref(f, words, halves, at + f[F_FN_ENV]), ENVIRONMENT, targets, labels, c)
     count = int(bytes[at + f[F_FN_NUPV]])
     if bytes[at + f[F_FN_FFID]] != 0:
-        return _put_values(f, words, starts, ends, offsets, o + f[F_FN_UPVALUE], count, UPVALUE, 1, address, slots, targets,
-                           labels, c)
+        return _put_values(f, words, starts, ends, offsets, o + f[F_FN_UPVALUE], count, UPVALUE, 1, address, slots,
+                           targets, labels, c)
     c = _put(address, slots, _ref(f, words, halves, at + f[F_FN_PC]) - f[F_PT_SIZEOF], PROTOTYPE, targets, labels, c)
     for k in range(count):
         place = _at(starts, ends, offsets, o + f[F_FN_UVPTR] + f[F_REF] * k, f[F_REF])
@@ -341,10 +347,11 @@ def _prototype_edges(f, bytes, words, halves, starts, ends, offsets, at, traces,
     return c
 
 
-def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, traces: I64s, weak: U8s,
-           address: I64s, kind: U8s, slots: I32s, first: I64, last: I64, begins: I32s, targets: I32s, labels: I32s, c: I64):
-    """The references of rows [first, last), in CSR: row r's are targets[begins[r]:begins[r + 1]], with their labels; the number
-    of edges then, or -1 - the row when `targets` is too short for it.
+def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, traces: I64s,
+           weak: U8s, address: I64s, kind: U8s, slots: I32s, first: I64, last: I64, begins: I32s, targets: I32s,
+           labels: I32s, c: I64):
+    """The references of rows [first, last), in CSR: row r's are targets[begins[r]:begins[r + 1]], with their labels;
+    the number of edges then, or -1 - the row when `targets` is too short for it.
 
     `weak`: of each row bit 0 weak keys, bit 1 weak values. `traces`: address of each trace by its number.
     """
@@ -358,30 +365,35 @@ def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offs
             if what == TAB:
                 if c + _u32(halves, at + f[F_TAB_ASIZE]) + 2 * _u32(halves, at + f[F_TAB_HMASK]) + 64 > len(targets):
                     return -1 - row
-                c = _table_edges(f, words, halves, starts, ends, offsets, at, int(weak[row]), address, slots, targets, labels, c)
+                c = _table_edges(f, words, halves, starts, ends, offsets, at, int(weak[row]), address, slots, targets,
+                                 labels, c)
             elif what == FUNC:
-                c = _function_edges(f, bytes, words, halves, starts, ends, offsets, at, o, address, slots, targets, labels, c)
+                c = _function_edges(f, bytes, words, halves, starts, ends, offsets, at, o, address, slots, targets,
+                                    labels, c)
             elif what == UPVAL:
-                c = _put_values(f, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_UV_V]), 1, VALUE, 0, address, slots,
-                                targets, labels, c)
+                c = _put_values(f, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_UV_V]), 1, VALUE, 0,
+                                address, slots, targets, labels, c)
             elif what == UDATA:
                 c = _put(address, slots, _ref(f, words, halves, at + f[F_UD_META]), METATABLE, targets, labels, c)
                 c = _put(address, slots, _ref(f, words, halves, at + f[F_UD_ENV]), ENVIRONMENT, targets, labels, c)
             elif what == PROTO:
                 if c + _u32(halves, at + f[F_PT_SIZEKGC]) + 64 > len(targets):
                     return -1 - row
-                c = _prototype_edges(f, bytes, words, halves, starts, ends, offsets, at, traces, address, slots, targets, labels, c)
+                c = _prototype_edges(f, bytes, words, halves, starts, ends, offsets, at, traces, address, slots,
+                                     targets, labels, c)
             elif what == TRACE:
-                c = _trace_edges(f, bytes, words, halves, starts, ends, offsets, at, traces, address, slots, targets, labels, c)
+                c = _trace_edges(f, bytes, words, halves, starts, ends, offsets, at, traces, address, slots, targets,
+                                 labels, c)
             elif what == THREAD:
-                stack, top = _ref(f, words, halves, at + f[F_L_STACK]), words[(at + f[F_L_TOP]) >> 3] if f[F_GC64] else \
-                    _u32(halves, at + f[F_L_TOP])
+                stack, top = _ref(f, words, halves, at + f[F_L_STACK]), \
+                    words[(at + f[F_L_TOP]) >> 3] if f[F_GC64] else _u32(halves, at + f[F_L_TOP])
                 c = _put(address, slots, _ref(f, words, halves, at + f[F_L_ENV]), ENVIRONMENT, targets, labels, c)
                 count = min((top - stack) >> 3, _u32(halves, at + f[F_L_STACKSIZE]))
                 if count > 0:
                     if c + count + 64 > len(targets):
                         return -1 - row
-                    c = _put_values(f, words, starts, ends, offsets, stack, count, STACK, 0, address, slots, targets, labels, c)
+                    c = _put_values(f, words, starts, ends, offsets, stack, count, STACK, 0, address, slots, targets,
+                                    labels, c)
         begins[row + 1] = c
     return c
 

@@ -1,7 +1,7 @@
 """nginx pools by their structure: which in-use malloc blocks begin a pool, and what each pool holds.
 
-All integers are int64 here (addresses of a process fit), so that one body serves as the compiled form and, over memoryviews and
-lists, as the array form.
+All integers are int64 here (addresses of a process fit), so that one body serves as the compiled form and, over
+memoryviews and lists, as the array form.
 """
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from . import I64, U8s, I32s, I64s, helper, kernel
 from .chunks import IN_USE
 
 # columns of the result of `measure`
-ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG, COLUMNS = range(13)
+(ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG,
+ COLUMNS) = range(13)
 
 
 def _candidates_array(words, starts, ends, offsets, address, size, state, header, page, found):
@@ -100,9 +101,10 @@ def _measure(words: I64s, starts: I64s, ends: I64s, offsets: I64s, address: I64s
              header: I64, owner: I32s, out: I64s):
     """Walk the pools that begin at `rows`; how many of them are pools.
 
-    A pool is one when every block of its chain is an in-use block of the first one's size, `current` is among them, the nodes
-    of `large` and `cleanup` lie in the pool's own blocks, and every large allocation is an in-use block. Row k of `out` (int64,
-    COLUMNS a row) then describes the k-th pool, and owner[row] (int32) is k + 1 for each of its blocks; `owner` comes zeroed.
+    A pool is one when every block of its chain is an in-use block of the first one's size, `current` is among them, the
+    nodes of `large` and `cleanup` lie in the pool's own blocks, and every large allocation is an in-use block. Row k of
+    `out` (int64, COLUMNS a row) then describes the k-th pool, and owner[row] (int32) is k + 1 for each of its blocks;
+    `owner` comes zeroed.
     """
     n = 0
     for row in rows:
@@ -170,7 +172,8 @@ def _measure(words: I64s, starts: I64s, ends: I64s, offsets: I64s, address: I64s
         if good and has_current:
             k = n * COLUMNS
             out[k + ROW], out[k + BLOCKS], out[k + BLOCK_BYTES], out[k + USED] = row, blocks, block_bytes, used
-            out[k + UNUSED], out[k + LARGE], out[k + LARGE_BYTES], out[k + FREED_LARGE] = unused, larges, large_bytes, freed
+            out[k + UNUSED], out[k + LARGE], out[k + LARGE_BYTES], out[k + FREED_LARGE] = \
+                unused, larges, large_bytes, freed
             out[k + CLEANUPS], out[k + HANDLER], out[k + SIZE], out[k + LOG] = cleanups, handler, length, log
             n += 1
         else:
@@ -202,8 +205,8 @@ def _forget(words, starts, ends, offsets, address, size, pool, large, most, toke
 
 
 def _measure_array(words, starts, ends, offsets, address, size, state, rows, header, owner, out):
-    return _measure(memoryview(words), starts.tolist(), ends.tolist(), offsets.tolist(), memoryview(address), memoryview(size),
-                    memoryview(state), rows.tolist(), header, owner, out)
+    return _measure(memoryview(words), starts.tolist(), ends.tolist(), offsets.tolist(), memoryview(address),
+                    memoryview(size), memoryview(state), rows.tolist(), header, owner, out)
 
 
 measure = kernel(_measure_array)(_measure)

@@ -63,15 +63,17 @@ class Analysis:
             raise TargetError(f"no glibc heap here: malloc belongs to {printable(owner)}, which is not supported yet")
         if not self.glibc:
             if not self.target.modules:
-                raise TargetError("no glibc heap was found: the core names no loaded files (its notes are missing or cut)")
-            missing = [m.name for m in self.target.modules if "libc" in m.name and not self.target.space.present(*_data(m))]
+                raise TargetError("no glibc heap was found: the core names no loaded files "
+                                  "(its notes are missing or cut)")
+            missing = [m.name for m in self.target.modules
+                       if "libc" in m.name and not self.target.space.present(*_data(m))]
             if missing:
                 raise TargetError(f"no glibc heap was found: the data of {printable(missing[0])} is not in the core")
-            raise TargetError("no glibc heap was found: nothing has the shape of a main_arena (malloc was never called, or the program "
-                              "brings an allocator of its own)")
+            raise TargetError("no glibc heap was found: nothing has the shape of a main_arena (malloc was never "
+                              "called, or the program brings an allocator of its own)")
         return self.glibc
 
-    # -- how each report opens and closes -------------------------------------------------------------------------------
+    # -- how each report opens and closes ------------------------------------------------------------------------------
     def open_report(self, command: str) -> Report:
         """A report that says what was read and how much of it was there."""
         target = self.target
@@ -98,12 +100,13 @@ class Analysis:
                 report.say(f"  layout from tables, untested: no test has run glibc {heap.release[0]}.{heap.release[1]}")
             checks = heap.checks()
             for check in checks:
-                report.add(Data({"type": "check", "name": check.name, "ours": check.ours, "truth": check.truth, "gap": check.gap}))
+                report.add(Data({"type": "check", "name": check.name, "ours": check.ours, "truth": check.truth,
+                                 "gap": check.gap}))
             wrong = [check for check in checks if check.gap]
             if wrong:
                 for check in wrong:
-                    report.say(f"  self-check FAILED: {check.name}: ours {check.ours:,}, its own counter {check.truth:,}, "
-                               f"gap {check.gap:+,} bytes{_own_miscount(heap, check)}")
+                    report.say(f"  self-check FAILED: {check.name}: ours {check.ours:,}, its own counter "
+                               f"{check.truth:,}, gap {check.gap:+,} bytes{_own_miscount(heap, check)}")
             else:
                 report.say(f"  self-check: {len(checks)} sums equal glibc's own counters to the byte")
             for note in heap.notes:
@@ -117,7 +120,8 @@ class Analysis:
                 report.add(Data({"type": "finding", "kind": "heap-damage", "severity": "high", "confidence": "measured",
                                  "impact": sum(e - s for r in heap.regions for s, e in r.damaged),
                                  "facts": [f"{d.address:#x}: {d.what}" for d in heap.damage[:100]],
-                                 "hypothesis": "something wrote outside of its block, or memory is missing from the core",
+                                 "hypothesis": "something wrote outside of its block, or memory is missing "
+                                               "from the core",
                                  "next": [f"leak-what {heap.damage[0].address:#x}"]}))
         owner = self.malloc_owner
         if owner and not any(heap.module.name == owner for heap in self.glibc):
@@ -126,7 +130,8 @@ class Analysis:
 
 def _own_miscount(heap, check) -> str:
     """glibc 2.43's mremap adds 16 bytes too many to mmapped_mem each time."""
-    known = heap.release >= glibc_layouts.MMAPPED_WITHOUT_HEADER and "mmapped" in check.name and check.gap < 0 and not check.gap % 16
+    known = heap.release >= glibc_layouts.MMAPPED_WITHOUT_HEADER and "mmapped" in check.name and \
+        check.gap < 0 and not check.gap % 16
     return " (glibc 2.43 itself counts 16 bytes too many for each mremap of such a chunk)" if known else ""
 
 

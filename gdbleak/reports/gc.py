@@ -52,15 +52,18 @@ def need_vms(analysis: Analysis) -> list[VM]:
 def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
     """Say which VM this is, how its layout is known, and whether its sum closes."""
     which = f" {number + 1} of {count}" if count > 1 else ""
-    report.say(f"LuaJIT VM{which} at {vm.main:#x}, found by {vm.found_by}: layout of {luajit_layouts.FAMILIES[vm.layout.family]}, "
-               f"{'GC64' if vm.layout.gc64 else '32-bit references'} (from tables, by fingerprint); collector: {vm.state}")
+    report.say(f"LuaJIT VM{which} at {vm.main:#x}, found by {vm.found_by}: layout of "
+               f"{luajit_layouts.FAMILIES[vm.layout.family]}, {'GC64' if vm.layout.gc64 else '32-bit references'} "
+               f"(from tables, by fingerprint); collector: {vm.state}")
     vm.graph   # for the notes it makes
     check = vm.check()
-    report.add(Data({"type": "check", "name": f"gc.total of the VM at {vm.main:#x}", "ours": check.ours, "truth": check.truth,
-                     "gap": check.gap}))
+    report.add(Data({"type": "check", "name": f"gc.total of the VM at {vm.main:#x}", "ours": check.ours,
+                     "truth": check.truth, "gap": check.gap}))
     if check.gap:
-        report.say(f"  self-check FAILED: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, gap {check.gap:+,} bytes"
-                   + (f" (the collector is in {vm.state}: an object in flight can explain it)" if vm.state != "pause" else ""))
+        report.say(f"  self-check FAILED: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, "
+                   f"gap {check.gap:+,} bytes"
+                   + (f" (the collector is in {vm.state}: an object in flight can explain it)"
+                      if vm.state != "pause" else ""))
     else:
         report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
     for note in vm.notes:
@@ -81,8 +84,8 @@ def _types(vm: VM) -> Table:
         if count:
             sizes = objects.size[mine]
             gone = mine & dead
-            rows.append([name, count, int(sizes.sum()), share(int(sizes.sum()), vm.total), f"{sizes.mean():,.1f}", int(sizes.max()),
-                         int(gone.sum()), int(objects.size[gone].sum())])
+            rows.append([name, count, int(sizes.sum()), share(int(sizes.sum()), vm.total), f"{sizes.mean():,.1f}",
+                         int(sizes.max()), int(gone.sum()), int(objects.size[gone].sum())])
     rows.sort(key=lambda row: -row[2])
     header = ["type", "count", "bytes", "of gc.total", "mean", "max", "dead: count", "bytes"]
     return Table(header, rows, "objects by type (dead: not reached, the next collection frees them)")
@@ -96,15 +99,16 @@ def _strings(vm: VM) -> Table:
         classes = np.frexp(sizes.astype(np.float64))[1] - 1
         for power in np.unique(classes):
             mine = sizes[classes == power]
-            rows.append([kernel.KINDS[kind], f"{size_name(1 << int(power))}-{size_name(2 << int(power))}", len(mine), int(mine.sum())])
+            rows.append([kernel.KINDS[kind], f"{size_name(1 << int(power))}-{size_name(2 << int(power))}", len(mine),
+                         int(mine.sum())])
     return Table(["type", "size", "count", "bytes"], rows, "strings and tables by size", (0, 1))
 
 
 def _parts(vm: VM) -> Table:
     rows = [["objects", int(vm.objects.size.sum())]] + [[name, size] for name, size in vm.buffers.items() if size]
     rows.append(["sum", vm.accounted])
-    used = (f"string table: {vm.string_buckets_used:,} of {vm.string_buckets:,} slots used; machine code (not in gc.total): "
-            f"{_machine_code(vm):,} bytes")
+    used = (f"string table: {vm.string_buckets_used:,} of {vm.string_buckets:,} slots used; "
+            f"machine code (not in gc.total): {_machine_code(vm):,} bytes")
     return Table(["part of gc.total", "bytes"], rows, "what gc.total is made of", (0,), used)
 
 
@@ -116,28 +120,35 @@ def _allocator(report: Report, vm: VM) -> None:
     heap = vm.allocator
     report.say()
     if heap is None:
-        report.say("allocator: the system's malloc (or one of the program's own), so its objects are blocks of that heap")
+        report.say("allocator: the system's malloc (or one of the program's own), "
+                   "so its objects are blocks of that heap")
         return
     numbers = {name: heap.total(name) for name in ("in_use_bytes", "in_use_chunks", "overhead")}
-    report.say(f"allocator lj_alloc: {heap.footprint:,} bytes mapped in {len(heap.segments)} segments and {len(heap.direct)} mappings of "
-               f"single blocks; in use {numbers['in_use_bytes']:,} ({numbers['in_use_chunks']:,} chunks), free pool {heap.free_pool:,} "
-               f"({heap.total('free_chunks'):,} chunks, {heap.total('top_bytes'):,} in top), overhead {numbers['overhead']:,}")
-    report.say("  the free pool is kept for the next objects and goes back to the system only by whole segments: it is no leak")
+    report.say(f"allocator lj_alloc: {heap.footprint:,} bytes mapped in {len(heap.segments)} segments and "
+               f"{len(heap.direct)} mappings of single blocks; in use {numbers['in_use_bytes']:,} "
+               f"({numbers['in_use_chunks']:,} chunks), free pool {heap.free_pool:,} ({heap.total('free_chunks'):,} "
+               f"chunks, {heap.total('top_bytes'):,} in top), overhead {numbers['overhead']:,}")
+    report.say("  the free pool is kept for the next objects and goes back to the system only by whole segments: "
+               "it is no leak")
     for note in heap.notes:
         report.say(f"  note: {note}")
-    report.add(Data({"type": "totals", "command": "leak-gc allocator", "segments": len(heap.segments), "mapped_bytes": heap.footprint,
-                     "direct_bytes": sum(size for _, size in heap.direct), "free_bytes": heap.free_pool, **numbers}))
+    report.add(Data({"type": "totals", "command": "leak-gc allocator", "segments": len(heap.segments),
+                     "mapped_bytes": heap.footprint, "direct_bytes": sum(size for _, size in heap.direct),
+                     "free_bytes": heap.free_pool, **numbers}))
 
 
 def _refined(vm: VM, top: int) -> list[Table]:
-    """cdata by C type, their finalizers, userdata by metatable, functions by where they are written, tables by their path."""
+    """cdata by C type, their finalizers, userdata by metatable, functions by where they are written,
+    tables by their path."""
     names, tables = Names(vm), []
     for kind, title, name_of in ((kernel.CDATA, "cdata by C type", names.ctype_of),
-                                 (kernel.UDATA, "userdata by metatable", lambda row: names.metatable_name(row) or "(no name)"),
+                                 (kernel.UDATA, "userdata by metatable",
+                                  lambda row: names.metatable_name(row) or "(no name)"),
                                  (kernel.FUNC, "functions by where they begin", names.function)):
         rows = [(name_of(int(row)), int(vm.objects.size[row])) for row in np.flatnonzero(vm.objects.kind == kind)]
         tables.append(_counted(kernel.KINDS[kind], title, rows, top))
-    tables.append(_counted("finalizer", "cdata by finalizer (bytes: of the cdata objects alone)", list(_finalizers(names)), top))
+    tables.append(_counted("finalizer", "cdata by finalizer (bytes: of the cdata objects alone)",
+                           list(_finalizers(names)), top))
     tables.append(_table_paths(vm, top))
     return [table for table in tables if table.rows]
 
@@ -178,6 +189,8 @@ def _table_paths(vm: VM, top: int) -> Table:
     rows = []
     for group in tables[np.argsort(-groups.bytes[tables], kind="stable")][:max(top, 0)]:
         path = " => ".join(printable(folded.frame(step), 60) for step in folded.path(int(group)))
-        rows.append([path if len(path) < 120 else "... " + path[-116:], int(groups.count[group]), int(groups.bytes[group])])
+        rows.append([path if len(path) < 120 else "... " + path[-116:], int(groups.count[group]),
+                     int(groups.bytes[group])])
     left = len(tables) - len(rows)
-    return Table(["table", "count", "bytes"], rows, "tables by path (their own bytes)", (0,), f"{left:,} more: --top N shows them" if left else "")
+    return Table(["table", "count", "bytes"], rows, "tables by path (their own bytes)", (0,),
+                 f"{left:,} more: --top N shows them" if left else "")

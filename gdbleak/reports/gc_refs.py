@@ -22,8 +22,8 @@ def run(analysis: Analysis, arguments) -> Report:
     report = analysis.open_report("leak-gc-refs")
     target = analysis.target
     profile = Profile(f"LuaJIT reference paths of {target.command_name()} (pid {target.source.pid})",
-                      "Each Lua object once, on its shortest path from the GC roots; siblings of the same shape are one frame "
-                      "(bytes as LuaJIT accounts them, measured)")
+                      "Each Lua object once, on its shortest path from the GC roots; siblings of the same shape are "
+                      "one frame (bytes as LuaJIT accounts them, measured)")
     for number, vm in enumerate(vms):
         say_vm(report, vm, number, len(vms))
         folded = Folded(vm)
@@ -33,8 +33,9 @@ def run(analysis: Analysis, arguments) -> Report:
         report.say()
         report.add(_tree(folded, arguments))
         reached = folded.vm.graph.tree.count
-        report.totals(runtime="luajit", objects=len(vm.objects), bytes=int(vm.objects.size.sum()), reached_objects=reached,
-                      reached_bytes=int(folded.groups.bytes.sum()), groups=len(folded.groups), frames=frames)
+        report.totals(runtime="luajit", objects=len(vm.objects), bytes=int(vm.objects.size.sum()),
+                      reached_objects=reached, reached_bytes=int(folded.groups.bytes.sum()),
+                      groups=len(folded.groups), frames=frames)
     report.profile = profile.by(arguments.by, "objects")
     return report
 
@@ -50,7 +51,8 @@ class Folded:
         self._frames: dict[int, str] = {}
 
     def frame(self, group: int) -> str:
-        """A group's frame: `registry`, `.cert_cache`, `[*] string`, `upvalue cache`, `.hit function dynamic_cache.lua:3`."""
+        """A group's frame: `registry`, `.cert_cache`, `[*] string`, `upvalue cache`,
+        `.hit function dynamic_cache.lua:3`."""
         if group not in self._frames:
             self._frames[group] = self._frame(group)
         return self._frames[group]
@@ -102,7 +104,8 @@ def _weight(folded: Folded, by: str) -> np.ndarray:
 
 
 def _widest(report: Report, folded: Folded, by: str) -> None:
-    """Say the widest path: from the root on, always the child that holds the most, as long as it holds half of its parent."""
+    """Say the widest path: from the root on, always the child that holds the most,
+    as long as it holds half of its parent."""
     groups, weight = folded.groups, _weight(folded, by)
     children: dict[int, list[int]] = {}
     for group in range(len(groups)):
@@ -120,7 +123,8 @@ def _widest(report: Report, folded: Folded, by: str) -> None:
     held = int(weight[path[-1]])
     unit = "bytes" if by == "bytes" else "objects"
     report.say("the widest path: GC roots => " + " => ".join(printable(folded.frame(g), 80) for g in path))
-    report.say(f"  {held:,} {unit}, {share(held, total)} of all that is reached, {int(groups.count_below[path[-1]]):,} objects")
+    report.say(f"  {held:,} {unit}, {share(held, total)} of all that is reached, "
+               f"{int(groups.count_below[path[-1]]):,} objects")
     for line in _written_by(folded, path):
         report.say(f"  {line}")
 
@@ -136,7 +140,8 @@ def _written_by(folded: Folded, path: list[int], most: int = 6):
                                  ("named", [use.place for use in uses if not use.written])):
                 if places:
                     more = f" and {len(places) - most} more" if len(places) > most else ""
-                    yield f"{printable(folded.frame(group), 60)} is {verb} at {', '.join(printable(p, 60) for p in places[:most])}{more}"
+                    yield (f"{printable(folded.frame(group), 60)} is {verb} at "
+                           f"{', '.join(printable(p, 60) for p in places[:most])}{more}")
             if uses:
                 return
 
@@ -155,9 +160,10 @@ def _tree(folded: Folded, arguments) -> Table:
     pending = [(group, 0) for group in sorted(children.get(-1, []), key=lambda g: weight[g])]
     while pending:
         group, depth = pending.pop()
-        rows.append(["· " * min(depth, 30) + printable(folded.frame(group), 90), int(groups.below[group]), share(int(weight[group]), total),
-                     int(groups.count_below[group])])
+        rows.append(["· " * min(depth, 30) + printable(folded.frame(group), 90), int(groups.below[group]),
+                     share(int(weight[group]), total), int(groups.count_below[group])])
         pending += [(child, depth + 1) for child in sorted(children.get(group, []), key=lambda g: weight[g])]
     left = len(groups) - len(rows)
-    return Table(["GC roots =>", "bytes", "share", "objects"], rows, "what holds the objects (each once, on its shortest path)", (0,),
+    return Table(["GC roots =>", "bytes", "share", "objects"], rows,
+                 "what holds the objects (each once, on its shortest path)", (0,),
                  f"{left:,} more groups: --top N shows them" if left else "")

@@ -14,7 +14,8 @@ from .analysis import Analysis
 from .document import Report, Table, printable
 from .gc import need_vms, say_vm
 
-_STATUS = {0: "ok", 1: "suspended", 2: "runtime error", 3: "syntax error", 4: "out of memory", 5: "error in error handler"}
+_STATUS = {0: "ok", 1: "suspended", 2: "runtime error", 3: "syntax error", 4: "out of memory",
+           5: "error in error handler"}
 
 
 def run(analysis: Analysis, arguments) -> Report:

@@ -8,19 +8,19 @@ from .document import Report, Table
 
 # The rows of mallinfo(3) in the order of the structure, without `usmblks`' obsolete meaning lost.
 ROWS = [
-    ("arena", "The total amount of memory allocated by means other than mmap.<br>This figure includes both in-use blocks and "
-              "blocks on the free list."),
+    ("arena", "The total amount of memory allocated by means other than mmap.<br>This figure includes both in-use "
+              "blocks and blocks on the free list."),
     ("ordblks", "The number of ordinary (i.e., non-fastbin) free blocks."),
     ("smblks", "The number of fastbin free blocks."),
     ("hblks", "The number of blocks currently allocated using mmap."),
     ("hblkhd", "The number of bytes in blocks currently allocated using mmap."),
-    ("usmblks", "The \"highwater mark\" for allocated space that is the maximum amount of space that was ever allocated. <br> "
-                "This field is maintained only in nonthreading environments."),
+    ("usmblks", "The \"highwater mark\" for allocated space that is the maximum amount of space that was ever "
+                "allocated. <br> This field is maintained only in nonthreading environments."),
     ("fsmblks", "The total number of bytes in fastbin free blocks."),
     ("uordblks", "The total number of bytes used by in-use allocations."),
     ("fordblks", "The total number of bytes in free blocks."),
-    ("keepcost", "The total amount of releasable free space at the top of the heap.<br>This is the maximum number of bytes that "
-                 "could ideally be released by malloc_trim."),
+    ("keepcost", "The total amount of releasable free space at the top of the heap.<br>This is the maximum number of "
+                 "bytes that could ideally be released by malloc_trim."),
 ]
 TCACHED = "Of the bytes used by in-use allocations: bytes that wait in thread caches (tcache), freed by the program."
 TCACHED_BLOCKS = "The number of those blocks in thread caches."
@@ -38,7 +38,8 @@ def run(analysis: Analysis, arguments) -> Report:
         where = f" ({heap.module.path}, libc {number + 1} of {len(heaps)})" if len(heaps) > 1 else ""
         rows = [[label, info[key]] for key, label in ROWS] + [[TCACHED, total], [TCACHED_BLOCKS, blocks]]
         report.say()
-        report.add(_Wrapped(["Entry", "Size"], rows, f"mallinfo for pid {pid}, use 'man mallinfo' for more details{where}"))
+        report.add(_Wrapped(["Entry", "Size"], rows,
+                            f"mallinfo for pid {pid}, use 'man mallinfo' for more details{where}"))
         report.totals(**info, tcached_blocks=blocks, tcached_bytes=total)
         if arguments.arenas:
             report.say()
@@ -59,13 +60,13 @@ class _Wrapped(Table):
 
 
 def _by_arena(heap, pid: int) -> Table:
-    header = ["arena", "address", "system_mem", "in use (uordblks)", "tcached", "free (fordblks)", "bins", "bin blocks", "fastbins",
-              "fastbin blocks", "top", "regions"]
+    header = ["arena", "address", "system_mem", "in use (uordblks)", "tcached", "free (fordblks)", "bins", "bin blocks",
+              "fastbins", "fastbin blocks", "top", "regions"]
     rows = []
     for arena in heap.arenas:
         info = heap.mallinfo(arena)
-        rows.append([("main" if arena.index == 0 else str(arena.index)) + (" (locked)" if arena.locked else ""), f"{arena.address:#x}",
-                     arena.system_mem, info.uordblks, arena.tcached_bytes, info.fordblks, arena.bin_bytes, arena.bin_blocks,
-                     arena.fast_bytes, arena.fast_blocks, arena.top_bytes,
+        rows.append([("main" if arena.index == 0 else str(arena.index)) + (" (locked)" if arena.locked else ""),
+                     f"{arena.address:#x}", arena.system_mem, info.uordblks, arena.tcached_bytes, info.fordblks,
+                     arena.bin_bytes, arena.bin_blocks, arena.fast_bytes, arena.fast_blocks, arena.top_bytes,
                      sum(1 for r in heap.regions if r.arena == arena.index and r.kind != "mmapped")])
     return Table(header, rows, f"arenas of pid {pid} (tcached blocks are counted in the arena they came from)")

@@ -27,9 +27,11 @@ def run(analysis: Analysis, arguments) -> Report:
     report.say("GC roots => " + " => ".join(printable(word, 80) for word in words(names, root, steps)))
     rows = []
     for k, (word, (_, at)) in enumerate(zip(words(names, root, steps), steps)):
-        rows.append([k, printable(word, 80), printable(names.object(at), 90), f"{int(vm.objects.address[at]):#x}", int(vm.objects.size[at])])
+        rows.append([k, printable(word, 80), printable(names.object(at), 90), f"{int(vm.objects.address[at]):#x}",
+                     int(vm.objects.size[at])])
     report.say()
-    report.add(Table(["#", "by", "object", "address", "bytes"], rows, "from the root down (the shortest path; there may be others)", (1, 2, 3)))
+    report.add(Table(["#", "by", "object", "address", "bytes"], rows,
+                     "from the root down (the shortest path; there may be others)", (1, 2, 3)))
     return report
 
 

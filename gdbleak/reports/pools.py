@@ -23,8 +23,10 @@ def run(analysis: Analysis, arguments) -> Report:
     nginx = analysis.nginx
     if nginx is None:
         owner = analysis.malloc_owner
-        raise TargetError("no nginx here: the target has no ngx_cycle, and no block on its malloc heap has the shape of a pool"
-                          + (f" (malloc belongs to {printable(owner)})" if owner and not owner.startswith("libc") else ""))
+        raise TargetError("no nginx here: the target has no ngx_cycle, and no block on its malloc heap "
+                          "has the shape of a pool"
+                          + (f" (malloc belongs to {printable(owner)})"
+                             if owner and not owner.startswith("libc") else ""))
     report = analysis.open_report("leak-pools")
     analysis.say_glibc(report)
     if arguments.address:
@@ -51,13 +53,15 @@ def _bytes(nginx: Nginx) -> np.ndarray:
 
 
 def _say_nginx(report: Report, analysis: Analysis, nginx: Nginx) -> None:
-    how = f"ngx_cycle at {nginx.cycle:#x}, layout from {nginx.layout_from}" if nginx.layout_from else "no ngx_cycle that can be read"
+    how = f"ngx_cycle at {nginx.cycle:#x}, layout from {nginx.layout_from}" if nginx.layout_from else \
+        "no ngx_cycle that can be read"
     debug = ", Tengine's debug pools" if nginx.header == layouts.DEBUG_POOL_HEADER else ""
     report.say(f"nginx: {how}{debug}; {nginx.connections:,} connections in use")
     for note in nginx.notes:
         report.say(f"  note: {note}")
     if not any(len(heap.blocks) for heap in analysis.glibc):
-        report.say("  note: no glibc heap is in use, so pools are known only where ngx_cycle leads to them: none can be told unreached")
+        report.say("  note: no glibc heap is in use, so pools are known only where ngx_cycle leads to them: "
+                   "none can be told unreached")
 
 
 def _totals(report: Report, analysis: Analysis, nginx: Nginx, kinds: np.ndarray) -> None:
@@ -65,18 +69,21 @@ def _totals(report: Report, analysis: Analysis, nginx: Nginx, kinds: np.ndarray)
     total, lost = int(sums.sum()), int(sums[kinds == UNREACHED].sum())
     in_use = sum(int(heap.blocks.size[heap.blocks.state == chunks.IN_USE].sum()) for heap in analysis.glibc)
     number = int((kinds == UNREACHED).sum())
-    report.say(f"{len(kinds):,} pools hold {total:,} bytes, {share(total, in_use)} of the {in_use:,} bytes that are in use on glibc's heaps")
+    report.say(f"{len(kinds):,} pools hold {total:,} bytes, {share(total, in_use)} of the {in_use:,} bytes "
+               "that are in use on glibc's heaps")
     if number:
-        report.say(f"{number:,} pools ({lost:,} bytes, {share(lost, total)} of all pools) are unreached: no connection, request, upstream, HTTP/2 "
-                   "stream, timer or cycle leads to them. Forgotten pools look so; so do those that only a module's own structures know "
-                   "(e.g. the lua module's regexes)")
+        report.say(f"{number:,} pools ({lost:,} bytes, {share(lost, total)} of all pools) are unreached: no "
+                   "connection, request, upstream, HTTP/2 stream, timer or cycle leads to them. Forgotten pools look "
+                   "so; so do those that only a module's own structures know (e.g. the lua module's regexes)")
     _outside(report, analysis, nginx)
     report.totals(pools=len(kinds), bytes=total, unreached_pools=number, unreached_bytes=lost, in_use_bytes=in_use,
-                  connections=nginx.connections, by_kind={name: int((kinds == code).sum()) for code, name in enumerate(KINDS)})
+                  connections=nginx.connections,
+                  by_kind={name: int((kinds == code).sum()) for code, name in enumerate(KINDS)})
 
 
 def _outside(report: Report, analysis: Analysis, nginx: Nginx) -> None:
-    """Say how much of the in-use memory is in no pool, and which size class holds most of it: forgotten blocks look so, too."""
+    """Say how much of the in-use memory is in no pool, and which size class holds most of it:
+    forgotten blocks look so, too."""
     counts, totals = np.zeros(512, np.int64), np.zeros(512, np.int64)
     for heap, (_, owner) in zip(analysis.glibc, nginx.owners):
         alone = (owner == 0) & (heap.blocks.state == chunks.IN_USE)
@@ -84,8 +91,9 @@ def _outside(report: Report, analysis: Analysis, nginx: Nginx) -> None:
     if counts.any():
         most = int(np.argmax(totals))
         low, high = size_name(1 << most // 8), size_name(2 << most // 8)
-        report.say(f"{int(totals.sum()):,} bytes in use are in no pool ({int(counts.sum()):,} blocks); the largest part: "
-                   f"{int(counts[most]):,} blocks of {low}-{high}, {int(totals[most]):,} bytes (leak-blocks --size {low}-{high})")
+        report.say(f"{int(totals.sum()):,} bytes in use are in no pool ({int(counts.sum()):,} blocks); the largest "
+                   f"part: {int(counts[most]):,} blocks of {low}-{high}, {int(totals[most]):,} bytes "
+                   f"(leak-blocks --size {low}-{high})")
 
 
 def _summary(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Table:
@@ -101,7 +109,8 @@ def _summary(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Table:
             creator, known = nginx.creator(int(number), kind)
             key = kind, printable(creator, 90) + ("" if known else " (inferred)"), int(nginx.table[number, kernel.SIZE])
             merged[key] = merged.get(key, 0) + row
-    rows = [[*key, int(row[0]), int(row[1] + row[5]), *(int(value) for value in row[2:])] for key, row in merged.items()]
+    rows = [[*key, int(row[0]), int(row[1] + row[5]), *(int(value) for value in row[2:])]
+            for key, row in merged.items()]
     rows.sort(key=lambda row: -row[4])
     header = ["kind", "creator", "size", "pools", "bytes", "used", "unused", "large", "large bytes"]
     return Table(header, rows, "pools by kind and creator (bytes: malloc chunks, headers included)", (0, 1))
@@ -114,11 +123,13 @@ def _largest(nginx: Nginx, chosen: np.ndarray, top: int) -> Table:
     rows = []
     for number in order:
         pool = nginx.pool(int(number))
-        rows.append([f"{pool.address:#x}", pool.kind, whose(nginx, pool), pool.size, pool.bytes, pool.used, pool.unused, pool.blocks,
-                     pool.large, pool.large_bytes, _cleanups(nginx, pool)])
+        rows.append([f"{pool.address:#x}", pool.kind, whose(nginx, pool), pool.size, pool.bytes, pool.used, pool.unused,
+                     pool.blocks, pool.large, pool.large_bytes, _cleanups(nginx, pool)])
     left = len(numbers) - len(order)
-    header = ["address", "kind", "whose", "size", "bytes", "used", "unused", "blocks", "large", "large bytes", "cleanups"]
-    return Table(header, rows, "the largest pools", (0, 1, 2, 10), f"{left:,} more pools: --top N shows them" if left else "")
+    header = ["address", "kind", "whose", "size", "bytes", "used", "unused", "blocks", "large", "large bytes",
+              "cleanups"]
+    return Table(header, rows, "the largest pools", (0, 1, 2, 10),
+                 f"{left:,} more pools: --top N shows them" if left else "")
 
 
 def whose(nginx: Nginx, pool: Pool, limit: int = 70) -> str:
@@ -144,7 +155,7 @@ def _cleanups(nginx: Nginx, pool: Pool) -> str:
     return name + (f" and {pool.cleanups - 1} more" if pool.cleanups > 1 else "")
 
 
-# -- one pool -------------------------------------------------------------------------------------------------------------
+# -- one pool ----------------------------------------------------------------------------------------------------------
 def _one(report: Report, nginx: Nginx, address: int, arguments) -> None:
     """Everything about the pool that begins at, or holds, `address`. Raises TargetError when there is none."""
     number = nginx.number_of(address)
@@ -158,9 +169,9 @@ def _one(report: Report, nginx: Nginx, address: int, arguments) -> None:
     serves = whose(nginx, pool, 500)
     if serves:
         report.say(f"serves: {serves}")
-    report.totals(pools=1, address=pool.address, bytes=pool.bytes, blocks=pool.blocks, block_bytes=pool.block_bytes, used=pool.used,
-                  unused=pool.unused, large=pool.large, large_bytes=pool.large_bytes, freed_large=pool.freed_large,
-                  cleanups=pool.cleanups, kind=pool.kind, creator=pool.creator)
+    report.totals(pools=1, address=pool.address, bytes=pool.bytes, blocks=pool.blocks, block_bytes=pool.block_bytes,
+                  used=pool.used, unused=pool.unused, large=pool.large, large_bytes=pool.large_bytes,
+                  freed_large=pool.freed_large, cleanups=pool.cleanups, kind=pool.kind, creator=pool.creator)
     blocks, large, cleanups = _contents(nginx, pool)
     top = max(arguments.top, 0)
     report.say()
@@ -171,12 +182,13 @@ def _one(report: Report, nginx: Nginx, address: int, arguments) -> None:
         report.say()
         report.add(Table(["large allocation", "bytes", "begins with"],
                          [[f"{a:#x}", size, _preview(nginx, a)] for a, size in large[:top]],
-                         f"large allocations, the largest first ({pool.freed_large:,} more were freed early)", (0, 2), _more(len(large), top)))
+                         f"large allocations, the largest first ({pool.freed_large:,} more were freed early)", (0, 2),
+                         _more(len(large), top)))
     if cleanups:
         report.say()
         names = Counter(printable(nginx.target.name_of(handler) or f"{handler:#x}", 80) for handler, _ in cleanups)
-        report.add(Table(["cleanup handler", "times"], [[name, count] for name, count in names.most_common(top)], "cleanup handlers",
-                         (0,), _more(len(names), top)))
+        report.add(Table(["cleanup handler", "times"], [[name, count] for name, count in names.most_common(top)],
+                         "cleanup handlers", (0,), _more(len(names), top)))
     report.profile = _profile(nginx, nginx.kinds(), np.arange(len(nginx.addresses)) == number)
 
 
@@ -230,7 +242,7 @@ def _preview(nginx: Nginx, address: int) -> str:
     return printable(text, 48) if len(text) >= 4 else raw[:16].hex(" ", 8)
 
 
-# -- the flame graph --------------------------------------------------------------------------------------------------------
+# -- the flame graph ---------------------------------------------------------------------------------------------------
 def _profile(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Profile:
     """cycle -> listener -> connection -> request -> pool -> small / large; unreached pools by who made them."""
     target = nginx.target
@@ -239,7 +251,8 @@ def _profile(nginx: Nginx, kinds: np.ndarray, chosen: np.ndarray) -> Profile:
                       "allocations of their own (sizes measured, creators inferred unless the pool names them)")
     first, group = nginx.groups(kinds)
     columns = nginx.table[:, [kernel.BLOCK_BYTES, kernel.BLOCKS, kernel.LARGE_BYTES, kernel.LARGE]]
-    alike = chosen & np.isin(kinds, [KINDS.index("unreached"), KINDS.index("timer")])   # there can be very many of these
+    # there can be very many of these
+    alike = chosen & np.isin(kinds, [KINDS.index("unreached"), KINDS.index("timer")])
     sums = np.zeros((len(first), 4), np.int64)
     np.add.at(sums, group[alike], columns[alike])
     single = np.flatnonzero(chosen & ~alike)
@@ -264,5 +277,6 @@ def _frames(nginx: Nginx, number: int, kind: str) -> list[str]:
         frames += [f"listener {listener}", "connection"] if listener else ["upstream connections"]
     if holder.request and kind != "connection":
         line = nginx.request_line(holder.request).split(" ")
-        frames.append("request " + " ".join(line[:2]).split("?")[0] if len(line) > 1 else "request without a first line yet")
+        frames.append("request " + " ".join(line[:2]).split("?")[0] if len(line) > 1 else
+                      "request without a first line yet")
     return frames + [f"{kind} {size}"]

@@ -20,8 +20,8 @@ def run(analysis: Analysis, arguments) -> Report:
     first, last = int(graph.begins[row]), int(graph.begins[row + 1])
     outgoing = list(zip(graph.targets[first:last].tolist(), graph.labels[first:last].tolist()))
     roots = [name for name, held in graph.roots if held == row]
-    report.totals(runtime="luajit", address=int(vm.objects.address[row]), referrers=len(incoming), references=len(outgoing),
-                  roots=len(roots))
+    report.totals(runtime="luajit", address=int(vm.objects.address[row]), referrers=len(incoming),
+                  references=len(outgoing), roots=len(roots))
     if roots:
         report.say("it is a root itself: " + ", ".join(dict.fromkeys(roots)))
     top = max(arguments.top, 0)

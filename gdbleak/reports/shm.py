@@ -22,8 +22,8 @@ def run(analysis: Analysis, arguments) -> Report:
                      "gap": zone.free_pages - zone.pfree}
             report.add(Data({"type": "check", **check}))
             if check["gap"]:
-                report.say(f"self-check FAILED: {printable(zone.name)}: its runs have {zone.free_pages:,} free pages, its own counter "
-                           f"says {zone.pfree:,}")
+                report.say(f"self-check FAILED: {printable(zone.name)}: its runs have {zone.free_pages:,} free pages, "
+                           f"its own counter says {zone.pfree:,}")
     report.totals(zones=len(zones), bytes=sum(z.size for z in zones), pages=sum(z.pages for z in zones),
                   free_pages=sum(z.free_pages for z in zones), used_pages=sum(z.used_pages for z in zones))
     report.say()
@@ -41,14 +41,16 @@ def _zones(zones) -> Table:
     for zone in zones:
         kind = "lua_shared_dict" if zone.is_lua_dict else printable(zone.module, 40)
         slots = sum(slot.used * slot.size for slot in zone.slots)
-        rows.append([printable(zone.name, 60), kind, f"{zone.address:#x}", zone.size, zone.pages, zone.used_pages, zone.free_pages,
-                     share(zone.used_pages, zone.pages), zone.longest_run, sum(slot.used for slot in zone.slots), slots,
-                     sum(slot.fails for slot in zone.slots)])
-    header = ["zone", "of", "address", "size", "pages", "used pages", "free pages", "full", "longest free run", "slot blocks in use",
-              "their bytes", "failed requests"]
+        rows.append([printable(zone.name, 60), kind, f"{zone.address:#x}", zone.size, zone.pages, zone.used_pages,
+                     zone.free_pages, share(zone.used_pages, zone.pages), zone.longest_run,
+                     sum(slot.used for slot in zone.slots), slots, sum(slot.fails for slot in zone.slots)])
+    header = ["zone", "of", "address", "size", "pages", "used pages", "free pages", "full", "longest free run",
+              "slot blocks in use", "their bytes", "failed requests"]
     return Table(header, rows, "shared memory zones (pages of the slab pool)", (0, 1, 2))
 
 
 def _slots(zone) -> Table:
-    rows = [[slot.size, slot.used, slot.total - slot.used, slot.used * slot.size, slot.requests, slot.fails] for slot in zone.slots]
-    return Table(["slot", "used", "free", "used bytes", "requests", "fails"], rows, f"slots of zone {printable(zone.name)}", ())
+    rows = [[slot.size, slot.used, slot.total - slot.used, slot.used * slot.size, slot.requests, slot.fails]
+            for slot in zone.slots]
+    return Table(["slot", "used", "free", "used bytes", "requests", "fails"], rows,
+                 f"slots of zone {printable(zone.name)}", ())

@@ -38,10 +38,11 @@ def _totals(report: Report, counts: np.ndarray, totals: np.ndarray) -> None:
     blocks, sums = counts.sum(axis=0), totals.sum(axis=0)
     in_use, tcached = (int(blocks[s]) for s in (kernel.IN_USE, kernel.TCACHED))
     report.say(f"in use: {in_use:,} blocks, {int(sums[kernel.IN_USE]):,} bytes; tcached: {tcached:,} blocks, "
-               f"{int(sums[kernel.TCACHED]):,} bytes; free: {int(blocks[free].sum()):,} blocks, {int(sums[free].sum()):,} bytes "
-               f"({int(sums[kernel.TOP]):,} of them top)")
+               f"{int(sums[kernel.TCACHED]):,} bytes; free: {int(blocks[free].sum()):,} blocks, "
+               f"{int(sums[free].sum()):,} bytes ({int(sums[kernel.TOP]):,} of them top)")
     report.totals(in_use_blocks=in_use, in_use_bytes=int(sums[kernel.IN_USE]), tcached_blocks=tcached,
-                  tcached_bytes=int(sums[kernel.TCACHED]), free_blocks=int(blocks[free].sum()), free_bytes=int(sums[free].sum()))
+                  tcached_bytes=int(sums[kernel.TCACHED]), free_blocks=int(blocks[free].sum()),
+                  free_bytes=int(sums[free].sum()))
 
 
 def _table(counts: np.ndarray, totals: np.ndarray, chosen: str) -> Table:
@@ -50,11 +51,12 @@ def _table(counts: np.ndarray, totals: np.ndarray, chosen: str) -> Table:
     rows = []
     for k in np.flatnonzero(counts.sum(axis=1)):
         used = int(totals[k, kernel.IN_USE])
-        rows.append([f"{size_name(1 << int(k))}-{size_name(2 << int(k))}", int(counts[k, kernel.IN_USE]), used, bar(used, most),
-                     int(counts[k, kernel.TCACHED]), int(totals[k, kernel.TCACHED]), int(counts[k, free].sum()),
-                     int(totals[k, free].sum())])
+        rows.append([f"{size_name(1 << int(k))}-{size_name(2 << int(k))}", int(counts[k, kernel.IN_USE]), used,
+                     bar(used, most), int(counts[k, kernel.TCACHED]), int(totals[k, kernel.TCACHED]),
+                     int(counts[k, free].sum()), int(totals[k, free].sum())])
     header = ["size", "in use: blocks", "bytes", "", "tcached: blocks", "bytes", "free: blocks", "bytes"]
-    return Table(header, rows, "block sizes (bytes of whole chunks, headers included)" + (f": {chosen}" if chosen else ""), (0, 3))
+    return Table(header, rows, "block sizes (bytes of whole chunks, headers included)"
+                 + (f": {chosen}" if chosen else ""), (0, 3))
 
 
 def _exact(slices, top: int) -> Table:
@@ -67,7 +69,8 @@ def _exact(slices, top: int) -> Table:
                 row = sizes.setdefault(value, [0, 0, 0])
                 row[0 if state == kernel.IN_USE else 1 if state == kernel.TCACHED else 2] += count
     ordered = sorted(sizes.items(), key=lambda item: (-item[0] * item[1][0], -item[0] * sum(item[1])))
-    rows = [[size, used, size * used, cached, size * cached, free, size * free] for size, (used, cached, free) in ordered[:max(top, 0)]]
+    rows = [[size, used, size * used, cached, size * cached, free, size * free]
+            for size, (used, cached, free) in ordered[:max(top, 0)]]
     left_out = len(ordered) - len(rows)
     header = ["chunk size", "in use: blocks", "bytes", "tcached: blocks", "bytes", "free: blocks", "bytes"]
     return Table(header, rows, "exact chunk sizes (headers included), the most bytes in use first", (),
@@ -80,6 +83,7 @@ def _profile(analysis: Analysis, slices) -> Profile:
     for part in slices:
         counts, totals = _histogram([part])
         for k, state in zip(*np.nonzero(counts)):
-            profile.add([arena_name(part.region), STATES[int(state)], f"{size_name(1 << int(k))}-{size_name(2 << int(k))}"],
+            profile.add([arena_name(part.region), STATES[int(state)],
+                         f"{size_name(1 << int(k))}-{size_name(2 << int(k))}"],
                         int(totals[k, state]), int(counts[k, state]))
     return profile

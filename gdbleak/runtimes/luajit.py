@@ -1,7 +1,8 @@
 """LuaJIT: every VM of the target, all its collectable objects with the sizes it accounts, and what refers to what.
 
-A VM is found by its shape: the main lua_State lies in front of its global_State and the two point to each other. Which release and
-which reference size it is follows from where they do; the sum over all objects must then equal the VM's own g->gc.total.
+A VM is found by its shape: the main lua_State lies in front of its global_State and the two point to each other. Which
+release and which reference size it is follows from where they do; the sum over all objects must then equal the VM's own
+g->gc.total.
 """
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _GCROOT_MOST = 39
 
 @dataclass
 class Objects:
-    """Rows of all collectable objects: `address` (int64), `size` (int64, as LuaJIT accounts), `kind`, `marked` (uint8)."""
+    """Rows of all collectable objects: `address` (int64), `size` (int64, as LuaJIT accounts), `kind`,
+    `marked` (uint8)."""
 
     address: np.ndarray
     size: np.ndarray
@@ -59,7 +61,7 @@ class VM:
     string_buckets: int = 0
     string_buckets_used: int = 0
 
-    # -- reading ----------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
     def u32(self, address: int) -> int:
         """Raises Absent."""
         return int.from_bytes(self.target.space.read(address, 4), "little")
@@ -90,7 +92,8 @@ class VM:
         return kernel.find(self.objects.address, self.objects.slots, address)
 
     def row_holding(self, address: int) -> int:
-        """The row of the object whose own bytes hold `address`, or -1. (Array and hash parts of tables lie elsewhere.)"""
+        """The row of the object whose own bytes hold `address`, or -1.
+        (Array and hash parts of tables lie elsewhere.)"""
         row = self.row(address)
         if row >= 0:
             return row
@@ -99,10 +102,11 @@ class VM:
         if not before.any():
             return -1
         row = int(np.argmax(np.where(before, objects.address, 0)))
-        own = {kernel.THREAD: self.layout.L_sizeof, kernel.TAB: self.layout.GCtab_sizeof}.get(int(objects.kind[row]), int(objects.size[row]))
+        own = {kernel.THREAD: self.layout.L_sizeof,
+               kernel.TAB: self.layout.GCtab_sizeof}.get(int(objects.kind[row]), int(objects.size[row]))
         return row if address < int(objects.address[row]) + own else -1
 
-    # -- what every runtime answers ----------------------------------------------------------------------------------------
+    # -- what every runtime answers ------------------------------------------------------------------------------------
     @cached_property
     def total(self) -> int:
         """g->gc.total, LuaJIT's own counter."""
@@ -152,7 +156,7 @@ class VM:
         return _Graph(self).run()
 
 
-# -- finding ------------------------------------------------------------------------------------------------------------------
+# -- finding -----------------------------------------------------------------------------------------------------------
 def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
     """Every VM of the target, by the shape of GG_State at the beginning of an mspace or of a malloc block."""
     found: dict[int, VM] = {}
@@ -166,8 +170,8 @@ def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
 
 
 def _in_mappings(target: Target, heaps: list[GlibcHeap]) -> np.ndarray:
-    """Where a GG_State can lie at the beginning of an mspace: each page of anonymous memory that is not malloc's, behind its
-    malloc_state."""
+    """Where a GG_State can lie at the beginning of an mspace:
+    each page of anonymous memory that is not malloc's, behind its malloc_state."""
     taken = sorted((region.start, region.end) for heap in heaps for region in heap.regions)
     pages = []
     for mapping in target.mappings:
@@ -254,7 +258,7 @@ def _is_code(target: Target, address: int | None) -> bool:
     return mapping is not None and "x" in mapping.perms
 
 
-# -- listing --------------------------------------------------------------------------------------------------------------------
+# -- listing -----------------------------------------------------------------------------------------------------------
 class _List:
     """One pass over a VM's lists of objects."""
 
@@ -300,8 +304,8 @@ class _List:
         if mask >= 1 << 28 or mask & (mask + 1):
             vm.notes.append(f"the string table's mask {mask:#x} cannot be: no strings are listed")
             return
-        self.n, used, bad = kernel.strings(*self.buffer, vector(vm), table, mask + 1, self.address, self.size, self.kind, self.marked,
-                                           self.n)
+        self.n, used, bad = kernel.strings(*self.buffer, vector(vm), table, mask + 1, self.address, self.size,
+                                           self.kind, self.marked, self.n)
         vm.string_buckets, vm.string_buckets_used = mask + 1, used
         if bad:
             vm.notes.append(f"{bad:,} chains of the string table lead to what is no string, or out of the core")
@@ -385,7 +389,8 @@ def _buffers(vm: VM) -> dict[str, int]:
     begin, end = vm.ref(g + layout.g_tmpbuf + layout.SBuf_b), vm.ref(g + layout.g_tmpbuf + layout.SBuf_e)
     parts["temporary buffer"] = max(0, end - begin)
     parts["trace table"] = layout.ref * vm.u32(jit + layout.J_sizetrace)
-    parts["snapshot buffers"] = layout.SnapShot_sizeof * vm.u32(jit + layout.J_sizesnap) + 4 * vm.u32(jit + layout.J_sizesnapmap)
+    parts["snapshot buffers"] = layout.SnapShot_sizeof * vm.u32(jit + layout.J_sizesnap) + \
+        4 * vm.u32(jit + layout.J_sizesnapmap)
     parts["IR buffer"] = 8 * (vm.u32(jit + layout.J_irtoplim) - vm.u32(jit + layout.J_irbotlim))
     state = ctype_state(vm)
     if state:
@@ -402,7 +407,8 @@ def _buffers(vm: VM) -> dict[str, int]:
 
 
 def _direct_mappings(vm: VM) -> list[tuple[int, int]]:
-    """(start, size) of the mappings of single blocks, of which no list is kept: large objects and parts of tables know them."""
+    """(start, size) of the mappings of single blocks, of which no list is kept:
+    large objects and parts of tables know them."""
     objects, layout = vm.objects, vm.layout
     blocks = objects.address[objects.size >= lj_alloc.DIRECT].tolist()
     for row in np.flatnonzero((objects.kind == kernel.TAB) & (objects.size >= lj_alloc.DIRECT)).tolist():
@@ -420,7 +426,7 @@ def _direct_mappings(vm: VM) -> list[tuple[int, int]]:
     return sorted(mapping for mapping in found if mapping)
 
 
-# -- references -----------------------------------------------------------------------------------------------------------------
+# -- references --------------------------------------------------------------------------------------------------------
 class _Graph:
     """One pass over a VM's objects that makes their graph."""
 
@@ -436,11 +442,11 @@ class _Graph:
         c, buffer, f = 0, buffer_of(vm), vector(vm)
         weak, traces = self._weak(), self._traces()
         for first in range(0, n, TILE):
-            c = kernel.edges(*buffer, f, traces, weak, objects.address, objects.kind, objects.slots, first, min(first + TILE, n), begins,
-                             targets, labels, c)
+            c = kernel.edges(*buffer, f, traces, weak, objects.address, objects.kind, objects.slots, first,
+                             min(first + TILE, n), begins, targets, labels, c)
             if c < 0:
-                vm.notes.append(f"the references of the object at {int(objects.address[-1 - c]):#x} are more than there can be: "
-                                "the graph ends there")
+                vm.notes.append(f"the references of the object at {int(objects.address[-1 - c]):#x} are more than "
+                                "there can be: the graph ends there")
                 begins[-1 - c:] = begins[-1 - c]
                 c = int(begins[-1])
                 break
@@ -458,7 +464,8 @@ class _Graph:
         return np.frombuffer(raw, f"<u{self.layout.ref}").astype(np.int64)
 
     def _weak(self) -> np.ndarray:
-        """Of each row: bit 0 weak keys, bit 1 weak values; from the `__mode` of the tables' metatables, and of the table of finalizers."""
+        """Of each row: bit 0 weak keys, bit 1 weak values;
+        from the `__mode` of the tables' metatables, and of the table of finalizers."""
         vm, objects = self.vm, self.objects
         weak = np.zeros(len(objects), np.uint8)
         rows = np.flatnonzero(objects.kind == kernel.TAB)
@@ -493,7 +500,8 @@ class _Graph:
                 address = vm.ref(vm.g + layout.g_gcroot + k * layout.ref)
                 row = vm.row(address) if address else -1
                 if row >= 0:
-                    name = {kernel.STR: "metamethod names", kernel.TAB: "metatables of basic types", kernel.UDATA: "io files"}
+                    name = {kernel.STR: "metamethod names", kernel.TAB: "metatables of basic types",
+                            kernel.UDATA: "io files"}
                     roots.append((name.get(int(objects.kind[row]), "other roots"), row))
             root("cdata finalizers", finalizer_table(vm))
             first = o = vm.ref(vm.g + layout.g_gc + layout.GCState_mmudata)
@@ -504,7 +512,8 @@ class _Graph:
                     break
         except Absent as absent:
             vm.notes.append(f"some roots cannot be read: {absent}")
-        roots += [("fixed strings", int(row)) for row in np.flatnonzero((objects.kind == kernel.STR) & (objects.marked & 0x60 != 0))]
+        roots += [("fixed strings", int(row))
+                  for row in np.flatnonzero((objects.kind == kernel.STR) & (objects.marked & 0x60 != 0))]
         return roots
 
 

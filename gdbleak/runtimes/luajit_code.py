@@ -1,4 +1,5 @@
-"""LuaJIT's functions from the inside: which line an instruction is on, who uses a name, and the call stacks of coroutines."""
+"""LuaJIT's functions from the inside: which line an instruction is on, who uses a name,
+and the call stacks of coroutines."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -55,7 +56,8 @@ def _uses_in(names: Names, proto: int, string: int):
     if string not in constants:
         return
     number = constants.index(string)
-    code = np.frombuffer(vm.target.space.read(proto + layout.GCproto_sizeof, 4 * vm.u32(proto + layout.GCproto_sizebc)), "<u4")
+    code = np.frombuffer(vm.target.space.read(proto + layout.GCproto_sizeof, 4 * vm.u32(proto + layout.GCproto_sizebc)),
+                         "<u4")
     op, c, d = code & 0xff, code >> 16 & 0xff, code >> 16
     on_table = ((op == _TGETS) | (op == _TSETS)) & (c == number)
     plain = ((op == _KSTR) | (op == _GGET) | (op == _GSET)) & (d == number)

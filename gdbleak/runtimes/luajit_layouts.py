@@ -1,15 +1,17 @@
-"""LuaJIT's structures, release by release, read from the DWARF of builds of each: with GC64 (64-bit references) and without.
+"""LuaJIT's structures, release by release, read from the DWARF of builds of each:
+with GC64 (64-bit references) and without.
 
-A value that moved is a tuple over FAMILIES; -1: the field does not exist there. Names are STRUCT_field; STRUCT_sizeof is the size. A
-VM's family is found by fingerprint, never by a version string.
+A value that moved is a tuple over FAMILIES; -1: the field does not exist there. Names are STRUCT_field; STRUCT_sizeof
+is the size. A VM's family is found by fingerprint, never by a version string.
 """
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 # The releases whose layouts differ; one not named here has the layout of the one before it of its own line.
-FAMILIES = ("2.1.0-beta3 (2017)", "OpenResty 2019-05", "OpenResty 2020-01", "OpenResty 2020-10", "OpenResty 2022-04 to 2024-03",
-            "2.1 rolling, 2022 to 2023", "2.1 rolling, 2024", "2.1 rolling, from November 2025")
+FAMILIES = ("2.1.0-beta3 (2017)", "OpenResty 2019-05", "OpenResty 2020-01", "OpenResty 2020-10",
+            "OpenResty 2022-04 to 2024-03", "2.1 rolling, 2022 to 2023", "2.1 rolling, 2024",
+            "2.1 rolling, from November 2025")
 
 _GC64 = dict(
     GCstr_sizeof=24, GCstr_len=(16, 16, 16, 20, 20, 20, 20, 20), GCudata_sizeof=48, GCudata_udtype=10, GCudata_env=16,
@@ -41,7 +43,8 @@ _GC64 = dict(
     3080, 3080, 3080), GG_sizeof=(6192, 6208, 6208, 6288, 6296, 6240, 6248, 6384), GG_J=(768, 784, 784, 848,
     848, 824, 832, 840), GG_dispatch=(4016, 4032, 4032, 4112, 4120, 4064, 4072, 4096))
 _GC32 = dict(
-    GCstr_sizeof=(16, 16, 16, 20, 20, 20, 20, 20), GCstr_len=(12, 12, 12, 16, 16, 16, 16, 16), GCudata_sizeof=24, GCudata_udtype=6, GCudata_env=8,
+    GCstr_sizeof=(16, 16, 16, 20, 20, 20, 20, 20), GCstr_len=(12, 12, 12, 16, 16, 16, 16, 16), GCudata_sizeof=24,
+    GCudata_udtype=6, GCudata_env=8,
     GCudata_len=12, GCudata_metatable=16, GCcdata_sizeof=8, GCcdata_ctypeid=6, GCproto_sizeof=64,
     GCproto_sizebc=8, GCproto_k=16, GCproto_sizekgc=24, GCproto_sizekn=28, GCproto_sizept=32, GCproto_sizeuv=36,
     GCproto_trace=38, GCproto_chunkname=40, GCproto_firstline=44, GCproto_numline=48, GCproto_lineinfo=52,
@@ -72,7 +75,8 @@ _GC32 = dict(
 
 
 def layout(family: int, gc64: bool) -> SimpleNamespace:
-    """All offsets and sizes of one family (an index into FAMILIES), with `gc64`, `family` and `ref` (bytes of a reference)."""
+    """All offsets and sizes of one family (an index into FAMILIES), with `gc64`, `family` and `ref`
+    (bytes of a reference)."""
     table = _GC64 if gc64 else _GC32
     values = {name: value[family] if isinstance(value, tuple) else value for name, value in table.items()}
     return SimpleNamespace(**values, gc64=gc64, family=family, ref=8 if gc64 else 4)

@@ -10,9 +10,10 @@ from ..target.address_space import Absent
 from .luajit import VM, ctype_state, table_get, table_nodes
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
-_EDGES = {kernel.ARRAY: "[*]", kernel.OTHER_KEY: "[*]", kernel.MEMBER: "[*]", kernel.KEY: "[keys]", kernel.METATABLE: "(metatable)",
-          kernel.ENVIRONMENT: "(environment)", kernel.PROTOTYPE: "(prototype)", kernel.VALUE: "(value)",
-          kernel.CONSTANT: "(constants)", kernel.STACK: "(stack)", kernel.TRACE_LINK: "(traces)", kernel.CHUNK_NAME: "(chunk name)"}
+_EDGES = {kernel.ARRAY: "[*]", kernel.OTHER_KEY: "[*]", kernel.MEMBER: "[*]", kernel.KEY: "[keys]",
+          kernel.METATABLE: "(metatable)", kernel.ENVIRONMENT: "(environment)", kernel.PROTOTYPE: "(prototype)",
+          kernel.VALUE: "(value)", kernel.CONSTANT: "(constants)", kernel.STACK: "(stack)",
+          kernel.TRACE_LINK: "(traces)", kernel.CHUNK_NAME: "(chunk name)"}
 _CTYPE_STEP = {True: 24, False: 16}
 _CT_NUM, _CT_STRUCT, _CT_PTR, _CT_ARRAY, _CT_VOID, _CT_ENUM, _CT_FUNC, _CT_TYPEDEF, _CT_ATTRIB = range(9)
 
@@ -25,9 +26,10 @@ class Names:
         self._functions: dict[int, str] = {}
         self._types: dict[int, str] = {}
 
-    # -- edges --------------------------------------------------------------------------------------------------------------
+    # -- edges ---------------------------------------------------------------------------------------------------------
     def edge(self, label: int, source: int) -> str:
-        """An edge as Lua writes it: `.field`, `["odd key"]`, `[*]`, `upvalue cache`. `source`: row the edge leaves from, -1: unknown."""
+        """An edge as Lua writes it: `.field`, `["odd key"]`, `[*]`, `upvalue cache`.
+        `source`: row the edge leaves from, -1: unknown."""
         if label >= 0:
             text = self.text(label, 200)
             return "." + text if _IDENTIFIER.match(text) else f'["{text}"]'
@@ -60,7 +62,7 @@ class Names:
         except Absent:
             return ""
 
-    # -- functions ------------------------------------------------------------------------------------------------------------
+    # -- functions -----------------------------------------------------------------------------------------------------
     def prototype_of(self, row: int) -> int:
         """Address of a Lua function's prototype, 0 for a C function."""
         vm, layout, address = self.vm, self.vm.layout, self.address(row)
@@ -99,7 +101,7 @@ class Names:
             return "C"
         return vm.target.name_of(code) or (f"built-in {number}" if number > 1 else "C")
 
-    # -- objects ---------------------------------------------------------------------------------------------------------------
+    # -- objects -------------------------------------------------------------------------------------------------------
     def object(self, row: int) -> str:
         """An object in a few words."""
         kind = int(self.vm.objects.kind[row])
@@ -161,7 +163,7 @@ class Names:
             return self.ctype_of(row)
         return self.vm.target.name_of(code) or self.ctype_of(row)
 
-    # -- C types ---------------------------------------------------------------------------------------------------------------
+    # -- C types -------------------------------------------------------------------------------------------------------
     def ctype_of(self, row: int) -> str:
         """The C type of a cdata object."""
         try:

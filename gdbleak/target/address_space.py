@@ -215,7 +215,8 @@ class AddressSpace:
         """`load` for scattered addresses; a hook for memory that is read on demand."""
 
     def cstring(self, address: int, limit: int = 4096) -> bytes:
-        """The bytes at `address` up to a NUL, the end of what is there, or `limit`. Raises Absent when there are none."""
+        """The bytes at `address` up to a NUL, the end of what is there, or `limit`.
+        Raises Absent when there are none."""
         self.load(address, address + limit)
         parts = self.present(address, address + limit)
         if not parts or parts[0][0] != address:

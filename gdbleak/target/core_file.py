@@ -22,7 +22,8 @@ def _parse(stream, path: str):
         elf = ELFFile(stream)
         segments = [(s["p_type"], s) for s in elf.iter_segments()]
     except (ELFError, ConstructError, ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-        raise TargetError(f"{path} is not a complete ELF core file: {(str(error).splitlines() or ['cut short'])[0]}") from None
+        raise TargetError(f"{path} is not a complete ELF core file: "
+                          f"{(str(error).splitlines() or ['cut short'])[0]}") from None
     if elf.elfclass != 64:
         raise TargetError(f"{path} is a 32-bit core: not supported yet")
     if elf.header["e_type"] != "ET_CORE":
@@ -84,8 +85,8 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
         if not mappings:
             raise TargetError(f"{path} holds no memory")
         if cut:
-            source.partial.append(f"the core file is cut short: {sum(end - start for start, end in cut):,} bytes of memory are "
-                                  "missing from it")
+            source.partial.append(f"the core file is cut short: {sum(end - start for start, end in cut):,} bytes of "
+                                  "memory are missing from it")
         auxv: dict[int, int] = {}
         found: list[threads_.Thread] = []
         files: list[Mapping] = []
@@ -106,8 +107,8 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
             elif kind == "NT_FILE" and not isinstance(parsed, (bytes, str)):
                 unit = int(parsed["page_size"])
                 for entry, name in zip(parsed["Elf_Nt_File_Entry"], parsed["filename"]):
-                    files.append(Mapping(entry["vm_start"], entry["vm_end"], "", name.decode("utf-8", "surrogateescape"),
-                                         entry["page_offset"] * unit))
+                    files.append(Mapping(entry["vm_start"], entry["vm_end"], "",
+                                         name.decode("utf-8", "surrogateescape"), entry["page_offset"] * unit))
     if not found:
         source.partial.append("the core file names no thread: its notes are missing or cut")
     target = Target(source, space, arch, mappings, found, auxv)
@@ -145,8 +146,8 @@ def _name_mappings(target: Target, files: list[Mapping]) -> None:
 def _map_files(target: Target, cut: list[tuple[int, int]]) -> None:
     """Read-only pages that the core left out because a file has them: from that file, if it is the very same build.
 
-    Only the gaps: what the core has is what memory had. Writable segments are left alone, as the file does not have what the program
-    wrote there; so is what was in the core and is cut off from it.
+    Only the gaps: what the core has is what memory had. Writable segments are left alone, as the file does not have
+    what the program wrote there; so is what was in the core and is cut off from it.
     """
     for module in target.modules:
         if module.file is None or not module.file.is_image:
@@ -181,4 +182,5 @@ def _measure_coverage(target: Target) -> None:
     target.source.coverage = there / total if total else 0.0
     for module in target.modules:
         if module.mismatch:
-            target.source.partial.append(f"{module.mismatch}: not used; --sysroot DIR names where the target's files lie")
+            target.source.partial.append(f"{module.mismatch}: not used; --sysroot DIR names where "
+                                         "the target's files lie")

@@ -25,7 +25,8 @@ def _forget(_event) -> None:
     _stops += 1
 
 
-for _events in (gdb.events.cont, gdb.events.exited, gdb.events.new_objfile, gdb.events.clear_objfiles, gdb.events.memory_changed):
+for _events in (gdb.events.cont, gdb.events.exited, gdb.events.new_objfile, gdb.events.clear_objfiles,
+                gdb.events.memory_changed):
     _events.connect(_forget)
 
 
@@ -62,7 +63,7 @@ def _core_path() -> str:
     return found[1] if found else ""
 
 
-# -- a process that GDB holds ---------------------------------------------------------------------------------------------
+# -- a process that GDB holds ------------------------------------------------------------------------------------------
 def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
     """The process that GDB stopped: read from the kernel when it is on this machine, else through GDB."""
     arch = _architecture(inferior)
@@ -77,7 +78,8 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
         native, mappings = False, []
     if not mappings:
         mappings = _mappings_through_gdb()
-    readable = [(m.start, m.end) for m in mappings if "r" in m.perms and m.path not in ("[vvar]", "[vsyscall]", "[vvar_vclock]")]
+    readable = [(m.start, m.end) for m in mappings
+                if "r" in m.perms and m.path not in ("[vvar]", "[vsyscall]", "[vvar_vclock]")]
     reader = _reader_of(inferior.pid) if native else _read_through_gdb
     source = Source("pid", pid=inferior.pid)
     if not native:
@@ -140,7 +142,8 @@ def _mappings_through_gdb() -> list[Mapping]:
         raise TargetError(f"GDB cannot list the target's mappings: {' '.join(str(error).split())}") from None
     found = []
     for line in text.splitlines():
-        row = re.match(r"\s*(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+0x[0-9a-f]+\s+(0x[0-9a-f]+)\s+([rwxps-]{3,5})?\s*(.*)$", line)
+        row = re.match(r"\s*(0x[0-9a-f]+)\s+(0x[0-9a-f]+)\s+0x[0-9a-f]+\s+(0x[0-9a-f]+)\s+([rwxps-]{3,5})?\s*(.*)$",
+                       line)
         if row:
             path = row[5].strip()
             found.append(Mapping(int(row[1], 16), int(row[2], 16), (row[4] or "rw-")[:3],
@@ -180,7 +183,7 @@ def _auxv() -> dict[int, int]:
     return {int(tag): int(value, 0) for tag, value in rows}
 
 
-# -- symbols and layouts --------------------------------------------------------------------------------------------------
+# -- symbols and layouts -----------------------------------------------------------------------------------------------
 class Names:
     """GDB's symbols: minimal symbols and those of separate debug files too."""
 

@@ -7,7 +7,8 @@ import os
 def resolve(sysroot: str, path: str, links: int = 40) -> str:
     """Where the target's absolute `path` lies on this machine when its root is `sysroot` ("": this machine's own).
 
-    Symbolic links are followed as the target would: an absolute one begins at the sysroot again, and `..` does not lead out of it.
+    Symbolic links are followed as the target would: an absolute one begins at the sysroot again,
+    and `..` does not lead out of it.
     """
     root = sysroot.rstrip("/")
     if not root:

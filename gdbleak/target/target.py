@@ -135,13 +135,15 @@ class Target:
         for module in self.modules:
             candidates = [exe] if module is main and exe else []
             if module.path.startswith("/"):
-                candidates += [resolve(sysroot, path) for path in dict.fromkeys((module.path, module.path.replace(" (deleted)", "")))]
+                candidates += [resolve(sysroot, path)
+                               for path in dict.fromkeys((module.path, module.path.replace(" (deleted)", "")))]
             for path in candidates:
                 elf = open_elf(path)
                 if elf is None or not module.build_id or not elf.build_id:
                     continue
                 if elf.build_id != module.build_id:
-                    module.mismatch = f"{path} is another build (build-id {elf.build_id[:12]}, the target's is {module.build_id[:12]})"
+                    module.mismatch = (f"{path} is another build (build-id {elf.build_id[:12]}, "
+                                       f"the target's is {module.build_id[:12]})")
                 elif module.file is None or elf.is_image:   # a file of symbols alone serves until there is better
                     module.file = elf
                     if not len(module.phdrs) and elf.is_image:

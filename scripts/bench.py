@@ -124,15 +124,65 @@ def measure(blocks, runs):
     return best["gdbleak sizes"], number
 
 
+def lua_heap(objects):
+    """(executable, core) of a LuaJIT program with about so many objects, made once."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    built = ROOT / ".cache" / "luajit"
+    subprocess.run([ROOT / "fixtures" / "luajit" / "build", "openresty", built], check=True, stdout=subprocess.DEVNULL)
+    program, core = built / "openresty" / "luajit", CACHE / f"lua-{objects}"
+    if not core.exists():
+        before = set(CACHE.glob("core*"))
+        subprocess.run([program, ROOT / "fixtures" / "luajit" / "objects.lua", "many", str(objects), str(objects), "counts"],
+                       cwd=CACHE, capture_output=True, preexec_fn=unlimited_core,
+                       env={**os.environ, "LUA_PATH": f"{ROOT}/fixtures/luajit/?.lua;;"})
+        made = set(CACHE.glob("core*")) - before
+        if len(made) != 1:
+            sys.exit("the LuaJIT program left no core file")
+        made.pop().rename(core)
+    return program, core
+
+
+def measure_lua(objects, runs):
+    """Print the table of one Lua heap; (best seconds of `gc`, of `gc-refs`, number of objects)."""
+    program, core = lua_heap(objects)
+    tool, about, items = ROOT / ".venv" / "bin" / "gdbleak", ["--core", core, "--exe", program], CACHE / "gc.json"
+    flame = ["--flame", CACHE / "gc.svg"]
+    seconds([tool, "gc", *about, "--json", items])
+    seconds([tool, "gc-refs", *about, *flame])
+    found = json.loads(items.read_text())
+    number = next(item for item in found if item["type"] == "totals")["objects"]
+    gap = next(item for item in found if item["type"] == "check")["gap"]
+    print(f"\n{core.stat().st_size / 1e6:,.0f} MB core, {number:,} LuaJIT objects, gc.total gap {gap}")
+    floor = min(read_once(core) for _ in range(3))
+    print(f"{'':34} {'best':>10} {'median':>10} {'worst':>10} {'to reading the core once':>10}")
+    describe("read the core once", [floor], floor)
+    best = []
+    for name, command in (("gdbleak gc", [tool, "gc", *about]), ("gdbleak gc-refs --flame", [tool, "gc-refs", *about, *flame])):
+        times = [seconds(command) for _ in range(runs)]
+        best.append(min(times))
+        describe(name, times, floor)
+    libraries = str(next((ROOT / ".venv" / "lib").glob("python*/site-packages")))
+    script = ["-x", ROOT / "scripts" / "gdbleak.py"]
+    load = ["-ex", f"python import sys; sys.path.insert(0, {libraries!r}); import numpy, numba"]
+    base = peak_anonymous([*GDB, *script, *load, program, core])
+    ours = peak_anonymous([*GDB, *script, *load, "-ex", f"leak-gc-refs --flame {CACHE / 'gc.svg'}", program, core])
+    print(f"anonymous memory: {base / 1e6:,.1f} MB for GDB with NumPy and Numba, {ours / 1e6:,.1f} MB at most with leak-gc-refs: "
+          f"{(ours - base) / number:.1f} bytes an object")
+    return *best, number
+
+
 def main():
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     parser.add_argument("runs", type=int, nargs="?", default=5, help="runs of each command (default 5)")
-    parser.add_argument("--scale", action="store_true", help="also ten times the blocks (needs 5 GB of disk)")
+    parser.add_argument("--scale", action="store_true", help="also ten times as much (needs 6 GB of disk)")
     arguments = parser.parse_args()
     small = measure(2_000_000, arguments.runs)
+    lua = measure_lua(1_000_000, arguments.runs)
     if arguments.scale:
         large = measure(20_000_000, max(1, arguments.runs // 2))
         print(f"\n{large[1] / small[1]:.1f} times the blocks took {large[0] / small[0]:.1f} times as long")
+        large = measure_lua(10_000_000, max(1, arguments.runs // 2))
+        print(f"\n{large[2] / lua[2]:.1f} times the objects took {large[0] / lua[0]:.1f} (gc) and {large[1] / lua[1]:.1f} (gc-refs) times")
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ class LeakCommand(gdb.Command):
         flame = getattr(arguments, "flame", None)
         if flame:
             check_path(flame)
-        analysis = Analysis.of(debugger.current_target())
-        report = module.run(analysis, arguments)
+        with debugger.without_questions():
+            analysis = Analysis.of(debugger.current_target())
+            report = module.run(analysis, arguments)
         _show(report.json_text() if arguments.json == "-" else report.text())
         if arguments.json and arguments.json != "-":
             _write(arguments.json, lambda: _save(arguments.json, report.json_text()))

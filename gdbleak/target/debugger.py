@@ -4,6 +4,7 @@ GDB names things; the bytes are read by an AddressSpace. A Target is kept until 
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -28,6 +29,22 @@ def _forget(_event) -> None:
 for _events in (gdb.events.cont, gdb.events.exited, gdb.events.new_objfile, gdb.events.clear_objfiles,
                 gdb.events.memory_changed):
     _events.connect(_forget)
+
+
+@contextlib.contextmanager
+def without_questions():
+    """Keep GDB from asking whether it may download debug information while a report looks symbols up."""
+    try:
+        asks = gdb.parameter("debuginfod enabled") == "ask"
+    except RuntimeError:
+        asks = False   # a GDB that knows no debuginfod
+    if asks:
+        gdb.execute("set debuginfod enabled off", to_string=True)
+    try:
+        yield
+    finally:
+        if asks:
+            gdb.execute("set debuginfod enabled ask", to_string=True)
 
 
 def current_target() -> Target:

@@ -101,25 +101,22 @@ class Graph:
         tree = self.tree
         below = size.astype(np.int64)
         kernel.sum_tree(tree.order, tree.count, tree.parent, below)
-        reached = tree.order[:tree.count]
-        inner = reached[(tree.parent[reached] >= 0) & (tree.via[reached] >= 0)]
-        named = np.bincount(tree.parent[inner], minlength=len(self)).astype(np.int32)
+        named = np.zeros(len(self), np.int32)
+        kernel.count_named(tree.order, tree.count, tree.parent, tree.via, named)
         names = list(dict.fromkeys(name for name, _ in self.roots))
         room = max(tree.count + len(names) + 1, 1024)
         arrays = [np.zeros(room, t)
                   for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
         g_parent, g_label, g_kind, g_detail, g_bytes, g_count, g_row, g_again = arrays
         g_parent[:len(names)] = -1
-        parent = tree.parent.copy()
-        roots = reached[parent[reached] < 0]
-        group_of = np.array([names.index(name) for name, _ in self.roots], np.int32)
-        parent[roots] = -1 - group_of[-1 - parent[roots]]
-        for k, name in enumerate(names):
-            g_row[k] = next(row for root, row in self.roots if root == name)
-        slots = np.full(1 << (2 * room).bit_length(), -1, np.int32)
-        n = kernel.fold(tree.order, tree.count, parent, tree.via, kind, detail, size, below, named, few, member,
-                        np.zeros(len(self), np.int32), slots, g_parent, g_label, g_kind, g_detail, g_bytes, g_count,
-                        g_row, g_again, len(names))
+        number_of = {name: k for k, name in enumerate(names)}
+        root_groups = np.array([number_of[name] for name, _ in self.roots], np.int32)
+        for name, row in reversed(self.roots):
+            g_row[number_of[name]] = row
+        slots = np.zeros(1 << (2 * room).bit_length(), np.int32)   # zeros: what is not used costs no memory
+        n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
+                        root_groups, np.zeros(len(self), np.int32), slots, g_parent, g_label, g_kind, g_detail, g_bytes,
+                        g_count, g_row, g_again, len(names))
         own = [array[:n] for array in arrays]
         below_groups, count_below = own[4].copy(), own[5].copy()
         for k in range(n - 1, -1, -1):       # a group comes after the one above it

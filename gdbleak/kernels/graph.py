@@ -50,23 +50,34 @@ def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
     return count
 
 
+def _count_named(order: I32s, count: I64, parent: I32s, via: I32s, named: I32s):
+    """Count for each row those that are reached from it by a label that is a name (>= 0); how many in all."""
+    total = 0
+    for k in range(count):
+        row = order[k]
+        if via[row] >= 0 and parent[row] >= 0:
+            named[parent[row]] += 1
+            total += 1
+    return total
+
+
 def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
-          named: I32s, few: I64, member: I64, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
+          named: I32s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
           g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
     """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
 
     The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where
     a row has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's
     bytes keeps its own, the others become `member`. A row that repeats its parent's step (a linked list) joins its
-    parent's group. Groups 0..n-1, those of the roots, come filled, and so do parent[] = -1 - group for the rows that
-    are roots.
+    parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that of root k, which is
+    parent[] = -1 - k of its row.
     """
     mask = len(slots) - 1
     for k in range(count):
         row = order[k]
         above = parent[row]
         if above < 0:
-            g = -1 - above
+            g = root_groups[-1 - above]
             group[row] = g
             g_bytes[g] += size[row]
             g_count[g] += 1
@@ -82,24 +93,26 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
             h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^
                  kind[row] * 0x27d4eb2f) & 0x7fffffffffff
             h = (h ^ h >> 15) & mask
-            while slots[h] >= 0:
-                g = slots[h]
-                if g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row] and g_detail[g] == detail[row]:
+            while slots[h] > 0:
+                g = slots[h] - 1
+                if (g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row]
+                        and g_detail[g] == detail[row]):
                     break
                 h = (h + 1) & mask
-            if slots[h] < 0:
+            if slots[h] == 0:
                 if n >= len(g_parent) or 2 * n > mask:
                     return -1
-                slots[h] = n
+                slots[h] = n + 1
                 g_parent[n], g_label[n], g_kind[n], g_detail[n], g_row[n] = up, label, kind[row], detail[row], row
                 n += 1
-            g = slots[h]
+            g = slots[h] - 1
         group[row] = g
         g_bytes[g] += size[row]
         g_count[g] += 1
     return n
 
 
+count_named = kernel(_in_python(_count_named))(_count_named)
 bfs = kernel(_in_python(_bfs))(_bfs)
 sum_tree = kernel(_in_python(_sum_tree))(_sum_tree)
 fold = kernel(_in_python(_fold))(_fold)

@@ -398,6 +398,16 @@ def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offs
     return c
 
 
+def _find_all(address: I64s, slots: I32s, wanted: I64s, rows: I32s):
+    """Put the row of the object at each wanted address, or -1, into `rows`; how many there are."""
+    found = 0
+    for k in range(len(wanted)):
+        rows[k] = _row(address, slots, wanted[k])
+        if rows[k] >= 0:
+            found += 1
+    return found
+
+
 def _in_python(body):
     """The array form of a kernel: the same body over memoryviews and lists, whose items are Python's own integers."""
     def run(*arguments):
@@ -416,3 +426,4 @@ strings = kernel(_in_python(_strings))(_strings)
 index = kernel(_in_python(_index))(_index)
 edges = kernel(_in_python(_edges))(_edges)
 find = kernel(_in_python(_find))(_find)
+find_all = kernel(_in_python(_find_all))(_find_all)

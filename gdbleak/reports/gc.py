@@ -21,6 +21,7 @@ def run(analysis: Analysis, arguments) -> Report:
     report = analysis.open_report("leak-gc")
     for number, vm in enumerate(vms):
         say_vm(report, vm, number, len(vms))
+        _totals(report, vm)
         report.say()
         report.add(_types(vm))
         report.say()
@@ -32,9 +33,6 @@ def run(analysis: Analysis, arguments) -> Report:
             for table in _refined(vm, arguments.top):
                 report.say()
                 report.add(table)
-        dead = dead_rows(vm)
-        report.totals(runtime="luajit", objects=len(vm.objects), bytes=vm.total, dead_objects=int(dead.sum()),
-                      dead_bytes=int(vm.objects.size[dead].sum()))
     return report
 
 
@@ -68,6 +66,18 @@ def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
         report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
     for note in vm.notes:
         report.say(f"  note: {note}")
+
+
+def _totals(report: Report, vm: VM) -> None:
+    """The plain numbers of a VM; those of LuaJIT's own allocator, where it is in charge, as well."""
+    dead, heap = dead_rows(vm), vm.allocator
+    allocator = {} if heap is None else {
+        "allocator_mapped_bytes": heap.footprint, "allocator_segments": len(heap.segments),
+        "allocator_direct_bytes": sum(size for _, size in heap.direct), "allocator_free_bytes": heap.free_pool,
+        "allocator_in_use_bytes": heap.total("in_use_bytes"), "allocator_in_use_chunks": heap.total("in_use_chunks"),
+        "allocator_overhead_bytes": heap.total("overhead")}
+    report.totals(runtime="luajit", objects=len(vm.objects), bytes=vm.total, dead_objects=int(dead.sum()),
+                  dead_bytes=int(vm.objects.size[dead].sum()), **allocator)
 
 
 def dead_rows(vm: VM) -> np.ndarray:
@@ -132,9 +142,6 @@ def _allocator(report: Report, vm: VM) -> None:
                "it is no leak")
     for note in heap.notes:
         report.say(f"  note: {note}")
-    report.add(Data({"type": "totals", "command": "leak-gc allocator", "segments": len(heap.segments),
-                     "mapped_bytes": heap.footprint, "direct_bytes": sum(size for _, size in heap.direct),
-                     "free_bytes": heap.free_pool, **numbers}))
 
 
 def _refined(vm: VM, top: int) -> list[Table]:

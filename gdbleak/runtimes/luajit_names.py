@@ -226,8 +226,7 @@ def prototype_rows(vm: VM) -> np.ndarray:
     codes, _ = vm.target.space.gather(at + np.uint64(layout.GCfuncC_pc), f"<u{layout.ref}")
     numbers, _ = vm.target.space.gather(at + np.uint64(layout.GCfuncC_ffid), np.uint8)
     protos = codes.astype(np.int64) - layout.GCproto_sizeof
-    order = np.argsort(objects.address, kind="stable")
-    found = order[np.minimum(np.searchsorted(objects.address, protos, sorter=order), len(order) - 1)]
-    lua = (numbers == 0) & (objects.address[found] == protos)
-    detail[rows[lua]] = found[lua]
+    found = np.empty(len(rows), np.int32)
+    kernel.find_all(objects.address, objects.slots, protos, found)
+    detail[rows] = np.where(numbers == 0, found, -1)
     return detail

@@ -146,6 +146,25 @@ class Nginx:
             pass
         return found
 
+    def lua_states(self) -> dict[int, str]:
+        """The lua_State that each lua module runs -> the module's name: the first word of its main configuration."""
+        named, found = {}, {}
+        for _, module in self.modules():
+            try:
+                named[self.target.space.cstring(int(module["name"]), 64).decode("utf-8", "replace")] = module
+            except Absent:
+                continue
+        for core, name in (("ngx_http_module", "ngx_http_lua_module"), ("ngx_stream_module", "ngx_stream_lua_module")):
+            if core not in named or name not in named:
+                continue
+            contexts = self.target.word(int(self.fields["conf_ctx"]) + 8 * int(named[core]["index"]))
+            main = self.target.word(contexts) if contexts else None
+            conf = self.target.word(main + 8 * int(named[name]["ctx_index"])) if main else None
+            state = self.target.word(conf) if conf else None
+            if state:
+                found[state] = name
+        return found
+
     def pool_of(self, address: int) -> Pool | None:
         """The pool that holds `address`, or None."""
         number = self.number_holding(address)

@@ -47,7 +47,11 @@ class Analysis:
     def luajit(self) -> list:
         """Every LuaJIT VM of the target (`runtimes.luajit.VM`)."""
         from ..runtimes import luajit
-        return luajit.find(self.target, self.glibc)
+        vms = luajit.find(self.target, self.glibc)
+        states = self.nginx.lua_states() if vms and self.target.symbol("ngx_cycle") and self.nginx else {}
+        for vm in vms:
+            vm.owner = next((name for state, name in states.items() if vm.row(state) >= 0 or state == vm.main), "")
+        return vms
 
     @cached_property
     def malloc_owner(self) -> str:

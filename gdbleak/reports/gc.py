@@ -50,7 +50,8 @@ def need_vms(analysis: Analysis) -> list[VM]:
 def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
     """Say which VM this is, how its layout is known, and whether its sum closes."""
     which = f" {number + 1} of {count}" if count > 1 else ""
-    report.say(f"LuaJIT VM{which} at {vm.main:#x}, found by {vm.found_by}: layout of "
+    owner = f" of {vm.owner}" if vm.owner else ""
+    report.say(f"LuaJIT VM{which}{owner} at {vm.main:#x}, found by {vm.found_by}: layout of "
                f"{luajit_layouts.FAMILIES[vm.layout.family]}, {'GC64' if vm.layout.gc64 else '32-bit references'} "
                f"(from tables, by fingerprint); collector: {vm.state}")
     vm.graph   # for the notes it makes

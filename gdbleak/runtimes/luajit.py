@@ -57,6 +57,7 @@ class VM:
     g: int
     layout: SimpleNamespace
     found_by: str
+    owner: str = ""                                   # the nginx module whose VM it is, when one's configuration names it
     notes: list[str] = field(default_factory=list)
     string_buckets: int = 0
     string_buckets_used: int = 0

@@ -8,13 +8,15 @@ import http.client
 import json
 import os
 import pwd
-import re
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
+from tests import targets
 from tests.nginx_target import LUA_MODULES, STOCK, WAIT, Nginx, Upstream, free_port, wait_for
-from tests.targets import CACHE, CORE_FILTER, ROOT, Capture, Program, capture, kernel_writes_cores
+from tests.targets import (CACHE, CORE_FILTER, ROOT, Capture, Program, Unavailable, capture,
+                           kernel_writes_cores)
 
 FIXTURES = ROOT / "fixtures" / "luajit"
 BUILT = CACHE / "luajit"
@@ -23,6 +25,7 @@ PACKAGED = ["debian", "openresty"]
 VARIANTS = ["debug", "stripped", "gc32", "sysmalloc", "lua52"]
 #: GCState.state.
 PHASES = {"pause": 0, "propagate": 1, "atomic": 2, "sweepstring": 3, "sweep": 4, "finalize": 5}
+LUPA = "lupa==2.8"
 LEAKS = ["dynamic_cache", "sessions", "handlers", "reminders", "jobs", "buffers", "journal", "index", "trail"]
 
 
@@ -31,6 +34,33 @@ def build(name):
     """The `luajit` named so, as a Program; built on first use."""
     subprocess.run([FIXTURES / "build", name, BUILT], check=True, stdout=subprocess.DEVNULL)
     return Program(BUILT / name / "luajit")
+
+
+@functools.lru_cache(maxsize=None)
+def embedding(puc=False):
+    """The program vms.c, linked with the LuaJIT library that nginx's Lua module needs, or with PUC Lua's."""
+    if not puc:
+        return targets.build(FIXTURES / "vms", "-l:libluajit-5.1.so.2")
+    subprocess.run([FIXTURES / "build", "puc", BUILT], check=True, stdout=subprocess.DEVNULL)
+    return targets.build(FIXTURES / "vms", f"-L{BUILT / 'puc'}", "-l:liblua5.1.so.0", f"-Wl,-rpath,{BUILT / 'puc'}")
+
+
+@functools.lru_cache(maxsize=None)
+def lupa():
+    """The directory of lupa, for this Python. Raises Unavailable."""
+    directory = BUILT / f"lupa-{sys.version_info[0]}.{sys.version_info[1]}"
+    if not directory.exists():
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", f"{directory}.unfinished",
+                               LUPA], capture_output=True, text=True)
+        if done.returncode:
+            raise Unavailable(f"no {LUPA}: {done.stderr.strip().splitlines()[-1]}")
+        Path(f"{directory}.unfinished").rename(directory)
+    return directory
+
+
+def python():
+    """This Python, as a Program: the executable itself, where a virtual environment has a link to it."""
+    return Program(Path(os.path.realpath(sys.executable)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -88,10 +118,11 @@ class LuaNginx(Nginx):
     """nginx with the Lua module and one leak of fixtures/luajit/nginx, in the directory `prefix`.
 
     `jit`: whether the JIT compiler is on; compiled traces take memory, of which the leak knows nothing.
+    `lua`: fixtures/luajit, or a copy. `environment`: nginx's own. `core_filter`: the process's coredump_filter.
     """
 
-    def __init__(self, prefix, leak, jit=False, exe=STOCK, core_filter=CORE_FILTER, environment=None):
-        self.prefix, self.exe, self.core_filter, self.root = Path(prefix), Path(exe), core_filter, None
+    def __init__(self, prefix, leak, jit=False, lua=FIXTURES, core_filter=CORE_FILTER, environment=None):
+        self.prefix, self.exe, self.core_filter, self.root = Path(prefix), STOCK, core_filter, None
         self.slow, self.quick = Upstream(quick=False), Upstream(quick=True)
         self.port = free_port()
         self.clients, self.load = [], {"idle": 1}
@@ -100,7 +131,7 @@ class LuaNginx(Nginx):
         user = pwd.getpwuid(os.getuid()).pw_name
         (self.prefix / "nginx.conf").write_text((FIXTURES / "nginx" / "nginx.conf").read_text().format(
             modules="\n".join(f"load_module {path};" for path in LUA_MODULES), prefix=self.prefix,
-            user=f"user {user};" if os.getuid() == 0 else "", port=self.port, lua=FIXTURES,
+            user=f"user {user};" if os.getuid() == 0 else "", port=self.port, lua=lua,
             jit="on" if jit else "off"))
         self.master = self._start(environment)
         where = offsets("openresty-debug", "lua_State.glref", "global_State.str.mask")
@@ -119,9 +150,9 @@ class LuaNginx(Nginx):
         """Leak `number` entries, each by a request."""
         self.get_many(["/hit"] * number)
 
-    def wait(self):
-        """A request that does not end."""
-        client = self._connect(self.port, b"GET /wait HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    def wait(self, path="/wait"):
+        """A request that does not end. At /wait_alone it has a VM of its own."""
+        client = self._connect(self.port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         answer = b""
         while b"waiting" not in answer:
             answer += client.recv(4096)

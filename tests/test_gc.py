@@ -2,10 +2,11 @@
 import struct
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from tests import luajit_target
-from tests.luajit_target import PACKAGED, PHASES, VARIANTS, debug_name, offsets
-from tests.targets import ask, items_of, leak_json, run_gdb, table, totals
+from tests.luajit_target import PACKAGED, PHASES, VARIANTS, offsets
+from tests.targets import ask, capture, items_of, run_gdb, table
 
 #: Scenario -> how many it makes; those that make big things make few.
 MADE = {"strings_short": 700, "strings_long": 50, "strings_huge": 6, "tables_empty": 100, "tables_colocated": 100,
@@ -18,10 +19,13 @@ MADE = {"strings_short": 700, "strings_long": 50, "strings_huge": 6, "tables_emp
         "traces": 20, "many": 4000, "mixed": 12}
 #: What is asked in any run, "mixed" being all others but these at once; --slow asks each by itself.
 FEW = ["mixed", "dead", "traces"]
-BUILDS = PACKAGED + [f"{name}-{variant}" for name in PACKAGED for variant in VARIANTS]
+#: One of each kind: GC64 and not, both forks, with debug information and without, lj_alloc and malloc.
+QUICK = [*PACKAGED, "openresty-debug", "openresty-sysmalloc", "debian-gc32"]
+ALL_BUILDS = PACKAGED + [f"{name}-{variant}" for name in PACKAGED for variant in VARIANTS]
+BUILDS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL_BUILDS]
 CASES = [pytest.param(name, scenario, id=f"{name}-{scenario}",
-                      marks=[] if scenario in FEW else pytest.mark.slow)
-         for name in BUILDS for scenario in MADE]
+                      marks=[] if scenario in FEW and name in QUICK else pytest.mark.slow)
+         for name in ALL_BUILDS for scenario in MADE]
 #: Where the byte counts are not the program's own: garbage comes and goes, or the JIT compiler allocates.
 UNCOUNTED = ["traces", "many"]
 
@@ -115,10 +119,10 @@ def test_allocator(answers, name):
         return
     direct = []
     for reply in (empty, full):
-        found = next(item for item in items_of(reply.items, "totals") if item["command"] == "leak-gc allocator")
-        of_segments = found["in_use_bytes"] + found["free_bytes"] + found["overhead"]
-        assert of_segments + found["direct_bytes"] == found["mapped_bytes"]
-        direct.append(found["direct_bytes"])
+        found, = items_of(reply.items, "totals")
+        of_segments = sum(found[f"allocator_{name}_bytes"] for name in ("in_use", "free", "overhead"))
+        assert of_segments + found["allocator_direct_bytes"] == found["allocator_mapped_bytes"]
+        direct.append(found["allocator_direct_bytes"])
     # No list has these: strings of 300,000 bytes, arrays of 40,000 values and hash parts of 32,768 nodes.
     made = core.truth["made"]
     least = made * (300008 + 40001 * 8 + 32768 * 24)
@@ -160,7 +164,6 @@ def test_the_count_is_the_core_s(tmp_path, name):
 
 def patched(core, path, address, data):
     """A copy of the core at `path` with `data` at `address` of the process."""
-    from elftools.elf.elffile import ELFFile
     image = bytearray(core.core.read_bytes())
     with open(core.core, "rb") as file:
         segment = next(s for s in ELFFile(file).iter_segments("PT_LOAD")
@@ -203,7 +206,6 @@ def test_damaged_object(healthy, tmp_path, what):
 
 def test_missing_pages(tmp_path):
     """A core without private memory has no VM to show, and says so."""
-    from tests.targets import capture
     core = capture(luajit_target.build("openresty"), tmp_path, luajit_target.FIXTURES / "objects.lua",
                    "tables_hash", "100", "100", "counts",
                    core_filter=0x30)

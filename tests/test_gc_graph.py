@@ -28,7 +28,7 @@ def told(name, path):
     return objects, edges
 
 
-@pytest.mark.parametrize("name", [*PACKAGED, "openresty-gc32", "debian-gc32", "openresty-lua52", "debian-sysmalloc"])
+@pytest.mark.parametrize("name", [*PACKAGED, "debian-gc32", "openresty-sysmalloc"])
 def test_every_object_and_reference(tmp_path, monkeypatch, name):
     captured = luajit_target.run_program(name, "enumerate.lua", tmp_path, "counts", "edges")
     monkeypatch.setenv("GRAPH_FILE", str(tmp_path / "graph.json"))

@@ -1,14 +1,15 @@
 """leak-gc-refs on the leaking Lua of Debian's stock nginx, stripped: the widest path names the culprit, to the byte."""
 import json
+import lzma
 import re
 import subprocess
 from typing import NamedTuple, Optional
 
 import pytest
 
-from tests import luajit_target
+from tests import luajit_target, nginx_target
 from tests.luajit_target import LuaNginx
-from tests.targets import ask, items_of, run_cli, table
+from tests.targets import ROOT, Capture, ask, items_of, run_cli, table
 
 HITS = 1000
 LOADED = ["GC roots", "registry", "._LOADED"]
@@ -26,8 +27,8 @@ class Expected(NamedTuple):
 EXPECTED = {
     "dynamic_cache": Expected([*LOADED, "dynamic_cert", r"\.cert_cache"], 1, 4),
     "sessions": Expected([*LOADED, "sessions", r"\.stores", r"\.by_name", r"\.main"], 6, 5),
-    "handlers": Expected([*LOADED, "handlers", r"\.(hit|reset|clear) function .*handlers\.lua:\d+", "upvalue subscribers",
-                          r"\(value\)"], 1, 6),
+    "handlers": Expected([*LOADED, "handlers", r"\.(hit|reset|clear) function .*handlers\.lua:\d+",
+                          "upvalue subscribers", r"\(value\)"], 1, 6),
     "jobs": Expected([*LOADED, "jobs", r"\.queue", r"\.pending"], 1, 2),
     "buffers": Expected([*LOADED, "buffers", r"\.pool", r"\.blocks"], 1, 1),
     "journal": Expected([*LOADED, "journal", r"\.today", r"\.lines"], 1, 1),
@@ -202,6 +203,23 @@ def test_coroutines_and_where_they_wait(leaking):
             if item["title"].startswith(f"{HITS:,} coroutines, suspended")]
     assert len(jobs) == 1, reply.text
     assert any(f"jobs.lua:{line}" in cell for row in jobs[0]["data"][1:] for cell in row), reply.text
+
+
+def test_core_that_ships(tmp_path):
+    """A worker's core alone, without nginx or any library: the same, to the byte."""
+    truth = json.loads((ROOT / "fixtures" / "cores" / "luajit-cache.truth.json").read_text())
+    packed = ROOT / "fixtures" / "cores" / "luajit-cache.core.xz"
+    (tmp_path / "core").write_bytes(lzma.decompress(packed.read_bytes()))
+    elsewhere = tmp_path / "nothing"
+    elsewhere.mkdir()
+    core = Capture(tmp_path / "core", None, truth, [], elsewhere)
+    refs, gc = nginx_target.ask([f"leak-gc-refs --flame {tmp_path / 'refs.folded'}", "leak-gc"], core)
+    for reply in (refs, gc):
+        check, = items_of(reply.items, "check")
+        assert (check["truth"], check["gap"]) == (truth["count"], 0), reply.text
+    tree, expected = Tree((tmp_path / "refs.folded").read_text()), EXPECTED[truth["leak"]]
+    assert all(map(re.fullmatch, expected.frames, tree.widest()))
+    assert tree.find(expected.frames) == truth["bytes"]
 
 
 def test_path_and_referrers(tmp_path):

@@ -103,6 +103,8 @@ def _chunk_pages(target: Target, start: int, end: int) -> list[tuple[int, int]]:
 def _fence_after(target: Target, at: int, high: int) -> int:
     """Where the region of chunks that begins at page `at` ends (behind its fencepost, at a page),
     or 0 when it is none."""
+    there = target.space.present(at, high)
+    high = there[0][1] if there and there[0][0] == at else at
     room = (high - at) // 32 + 2
     scratch = reserve(room, np.uint64), reserve(room, np.uint64), reserve(room, np.uint8)
     buffer = buffer_of(target, target.space.table([(at, high)]))

@@ -21,7 +21,8 @@ class Walk:
         self.target, self.heap = target, heap
         self.regions = sorted(regions, key=lambda region: region.start)
         self.tops = {int(arena.fields["top"]): arena for arena in heap.arenas if arena.system_mem}
-        room = sum((region.end - region.start) // 32 + 2 for region in regions)
+        room = sum((high - low) // 32 + 2 for region in regions   # a damaged size may claim what is not there
+                   for low, high in target.space.present(region.start, region.end)) + 2 * len(regions)
         self.address, self.size = reserve(room, np.uint64), reserve(room, np.uint64)
         self.state = reserve(room, np.uint8)
         self.n = 0
@@ -90,7 +91,8 @@ class Walk:
         """After a break at `at`: record what it was and return where chunks go on (`stop` when nowhere)."""
         past = at + 32 if why == kernel.FENCE else at + 16
         if self.reach is None:
-            self.reach = Reach(self.buffer, at & ~15, stop)
+            there = self.target.space.present(at, stop)
+            self.reach = Reach(self.buffer, at & ~15, min(there[-1][1] & ~15, stop) if there else at & ~15)
         going_on = self.reach.resume(min(past, stop), fresh=why == kernel.FENCE) or stop
         last_good = int(self.address[self.n - 1]) - 16 if self.n > first else 0
         if why == kernel.FENCE and region.kind == "brk":

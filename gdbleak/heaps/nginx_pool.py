@@ -616,9 +616,10 @@ def _timers(nginx: Nginx, target: Target, cycles: list[np.void]) -> None:
         return
     events = _tree(target, target.word(variable) or 0, target.word(variable + 8) or 0) - np.uint64(layouts.EVENT_TIMER)
     for cycle in cycles:   # those of connections are known
-        size = np.uint64(int(cycle["connection_n"]) * layouts.EVENT_SIZE)
-        for base in (cycle["read_events"], cycle["write_events"]):
-            events = events[(events < base) | (events >= base + size)]
+        size = int(cycle["connection_n"]) * layouts.EVENT_SIZE
+        if size < 1 << 40:
+            for base in (cycle["read_events"], cycle["write_events"]):
+                events = events[events - base >= np.uint64(size)]
     for part in np.split(events, range(1 << 14, len(events), 1 << 14)):
         heads, whole = target.space.gather(part, struct(24, data=(0, "u8"), handler=(16, "u8")))
         for pointers in (part, heads["data"]):

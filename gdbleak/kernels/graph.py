@@ -68,8 +68,8 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
 
     The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where
     a row has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's
-    bytes keeps its own, the others become `member`. A row that repeats its parent's step (a linked list) joins its
-    parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that of root k, which is
+    bytes keeps its own, the others become `member`. A row that repeats the two steps above it (a linked list)
+    joins its parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that of root k, which is
     parent[] = -1 - k of its row.
     """
     mask = len(slots) - 1
@@ -86,7 +86,9 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
         if label >= 0 and named[above] > few and below[row] * few < below[above]:
             label = member
         up = group[above]
-        if g_label[up] == label and g_kind[up] == kind[row] and g_detail[up] == detail[row] and g_parent[up] >= 0:
+        over = g_parent[up]
+        if (over >= 0 and g_label[up] == label and g_kind[up] == kind[row] and g_detail[up] == detail[row]
+                and (g_again[up] or (g_label[over] == label and g_kind[over] == kind[row] and g_parent[over] >= 0))):
             g_again[up] = 1
             g = up
         else:

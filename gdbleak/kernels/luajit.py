@@ -23,13 +23,13 @@ FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata
           "GCproto_trace", "GCproto_chunkname", "GCupval_sizeof", "GCupval_v", "GCfuncC_ffid", "GCfuncC_nupvalues",
           "GCfuncC_env", "GCfuncC_pc", "GCfuncC_upvalue", "GCfuncL_uvptr", "GCtab_sizeof", "GCtab_colo", "GCtab_array",
           "GCtab_metatable", "GCtab_node", "GCtab_asize", "GCtab_hmask", "L_sizeof", "L_top", "L_stack", "L_openupval",
-          "L_env", "L_stacksize", "GCtrace_sizeof", "GCtrace_nins", "GCtrace_ir", "GCtrace_nk", "GCtrace_nsnap",
+          "L_env", "L_stacksize", "L_base", "GCtrace_sizeof", "GCtrace_nins", "GCtrace_ir", "GCtrace_nk", "GCtrace_nsnap",
           "GCtrace_nsnapmap", "GCtrace_startpt", "GCtrace_link", "GCtrace_nextroot", "GCtrace_nextside",
           "SnapShot_sizeof", "family")
 (F_GC64, F_REF, F_STR_SIZEOF, F_STR_LEN, F_UD_SIZEOF, F_UD_ENV, F_UD_LEN, F_UD_META, F_CD_SIZEOF, F_CD_CTYPE,
  F_PT_SIZEOF, F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT, F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV,
  F_FN_ENV, F_FN_PC, F_FN_UPVALUE, F_FN_UVPTR, F_TAB_SIZEOF, F_TAB_COLO, F_TAB_ARRAY, F_TAB_META, F_TAB_NODE,
- F_TAB_ASIZE, F_TAB_HMASK, F_L_SIZEOF, F_L_TOP, F_L_STACK, F_L_OPENUPVAL, F_L_ENV, F_L_STACKSIZE, F_TR_SIZEOF,
+ F_TAB_ASIZE, F_TAB_HMASK, F_L_SIZEOF, F_L_TOP, F_L_STACK, F_L_OPENUPVAL, F_L_ENV, F_L_STACKSIZE, F_L_BASE, F_TR_SIZEOF,
  F_TR_NINS, F_TR_IR, F_TR_NK, F_TR_NSNAP, F_TR_NSNAPMAP, F_TR_STARTPT, F_TR_LINK, F_TR_NEXTROOT, F_TR_NEXTSIDE,
  F_SNAP_SIZEOF, F_FAMILY) = range(len(FIELDS))
 
@@ -262,11 +262,37 @@ def _put_values(f, words, starts, ends, offsets, start, count, label, step, addr
 
 
 @helper
-def _table_edges(f, words, halves, starts, ends, offsets, at, weak, address, slots, targets, labels, c):
+def _put_strings(f, words, starts, ends, offsets, start, count, kind, address, slots, targets, labels, c):
+    """The same for the strings alone, which weak tables hold all the same."""
+    for k in range(count):
+        at = _at(starts, ends, offsets, start + 8 * k, 8)
+        if at < 0:
+            break
+        c = _put_string(f, words[at >> 3], ARRAY, kind, address, slots, targets, labels, c)
+    return c
+
+
+@helper
+def _put_string(f, value, label, kind, address, slots, targets, labels, c):
+    """Append an edge to what a TValue refers to if that is a string."""
+    held = _object_in(f, value)
+    if held != 0:
+        row = _row(address, slots, held)
+        if row >= 0 and kind[row] == STR:
+            targets[c] = row
+            labels[c] = label
+            return c + 1
+    return c
+
+
+@helper
+def _table_edges(f, words, halves, starts, ends, offsets, at, weak, kind, address, slots, targets, labels, c):
     c = _put(address, slots, _ref(f, words, halves, at + f[F_TAB_META]), METATABLE, targets, labels, c)
-    if not weak & 2:
-        c = _put_values(f, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_TAB_ARRAY]),
-                        _u32(halves, at + f[F_TAB_ASIZE]), ARRAY, 0, address, slots, targets, labels, c)
+    array, asize = _ref(f, words, halves, at + f[F_TAB_ARRAY]), _u32(halves, at + f[F_TAB_ASIZE])
+    if weak & 2:
+        c = _put_strings(f, words, starts, ends, offsets, array, asize, kind, address, slots, targets, labels, c)
+    else:
+        c = _put_values(f, words, starts, ends, offsets, array, asize, ARRAY, 0, address, slots, targets, labels, c)
     hmask = _u32(halves, at + f[F_TAB_HMASK])
     if hmask == 0:
         return c
@@ -282,15 +308,38 @@ def _table_edges(f, words, halves, starts, ends, offsets, at, weak, address, slo
         name = OTHER_KEY
         if held != 0:
             row = _row(address, slots, held)
-            if row >= 0 and not weak & 1:
+            if row >= 0 and (not weak & 1 or kind[row] == STR):
                 targets[c] = row
                 labels[c] = KEY
                 c += 1
-            tag = ~(key >> 47) if f[F_GC64] else ~(key >> 32)
-            if row >= 0 and tag == STR:
+            if row >= 0 and kind[row] == STR:
                 name = row
-        if not weak & 2:
+        if weak & 2:
+            c = _put_string(f, value, name, kind, address, slots, targets, labels, c)
+        else:
             c = _put(address, slots, _object_in(f, value), name, targets, labels, c)
+    return c
+
+
+@helper
+def _frame_functions(f, halves, starts, ends, offsets, base, stack, address, slots, targets, labels, c):
+    """Without GC64 a frame's function hides in a slot whose other half is the frame's link: append an edge to each."""
+    frame = base - 8
+    while frame > stack and c < len(targets):
+        at = _at(starts, ends, offsets, frame, 8)
+        if at < 0:
+            break
+        link = _u32(halves, at + 4)
+        c = _put(address, slots, _u32(halves, at), STACK, targets, labels, c)
+        step = link & 0xfffffff8
+        if link & 3 == 0:                         # called from Lua: the calling instruction says how far down
+            call = _at(starts, ends, offsets, link - 4, 4)
+            if call < 0:
+                break
+            step = 8 * (1 + (_u32(halves, call) >> 8 & 0xff))
+        if step == 0:
+            break
+        frame -= step
     return c
 
 
@@ -365,8 +414,8 @@ def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offs
             if what == TAB:
                 if c + _u32(halves, at + f[F_TAB_ASIZE]) + 2 * _u32(halves, at + f[F_TAB_HMASK]) + 64 > len(targets):
                     return -1 - row
-                c = _table_edges(f, words, halves, starts, ends, offsets, at, int(weak[row]), address, slots, targets,
-                                 labels, c)
+                c = _table_edges(f, words, halves, starts, ends, offsets, at, int(weak[row]), kind, address, slots,
+                                 targets, labels, c)
             elif what == FUNC:
                 c = _function_edges(f, bytes, words, halves, starts, ends, offsets, at, o, address, slots, targets,
                                     labels, c)
@@ -390,10 +439,13 @@ def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offs
                 c = _put(address, slots, _ref(f, words, halves, at + f[F_L_ENV]), ENVIRONMENT, targets, labels, c)
                 count = min((top - stack) >> 3, _u32(halves, at + f[F_L_STACKSIZE]))
                 if count > 0:
-                    if c + count + 64 > len(targets):
+                    if c + 2 * count + 64 > len(targets):
                         return -1 - row
                     c = _put_values(f, words, starts, ends, offsets, stack, count, STACK, 0, address, slots, targets,
                                     labels, c)
+                    if not f[F_GC64]:
+                        c = _frame_functions(f, halves, starts, ends, offsets, _u32(halves, at + f[F_L_BASE]), stack,
+                                             address, slots, targets, labels, c)
         begins[row + 1] = c
     return c
 

@@ -60,13 +60,25 @@ def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
                      "truth": check.truth, "gap": check.gap}))
     if check.gap:
         report.say(f"  self-check FAILED: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, "
-                   f"gap {check.gap:+,} bytes"
-                   + (f" (the collector is in {vm.state}: an object in flight can explain it)"
-                      if vm.state != "pause" else ""))
+                   f"gap {check.gap:+,} bytes")
+        report.say(f"  {_explain(vm, check.gap)}")
     else:
         report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
     for note in vm.notes:
         report.say(f"  note: {note}")
+
+
+def _explain(vm: VM, gap: int) -> str:
+    """What can explain a gap, from where the threads stood and what the collector did."""
+    inside = [thread for thread in vm.target.threads if vm.runs(thread.pc)]
+    where = ", ".join(f"thread {t.lwp} at {printable(vm.target.name_of(t.pc) or hex(t.pc), 60)}" for t in inside[:3])
+    stood = f"stopped inside LuaJIT ({where})" if inside else "no thread stood in LuaJIT's own code"
+    if gap < 0:
+        return (f"{stood}: an object that LuaJIT has counted and not linked yet, as while a string is copied in, would "
+                f"explain {-gap:,} bytes")
+    if vm.state.startswith("sweep"):
+        return f"{stood}: objects that the sweep has freed and not unlinked yet would explain {gap:,} bytes"
+    return f"{stood}: nothing known explains {gap:,} bytes too many; the layout may not fit this build"
 
 
 def _totals(report: Report, vm: VM) -> None:

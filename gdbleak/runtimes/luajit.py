@@ -25,12 +25,14 @@ from . import luajit_layouts as layouts
 
 TILE = 200_000
 GC_STATES = ("pause", "propagate", "atomic", "sweep strings", "sweep", "finalize")
-# CTState by family (LP64, whatever the reference size): the rolling releases keep fewer registers for callbacks.
+# CTState by family (LP64, whatever the reference size): the rolling releases keep fewer registers for callbacks, and from 2024 on
+# the table of finalizers is a root of its own.
 _CTSTATE = [dict(sizeof=520, top=8, sizetab=12, finalizer=32, callback_ids=248)] * 5 + \
-    [dict(sizeof=472, top=8, sizetab=12, finalizer=32, callback_ids=200)] * 3
+    [dict(sizeof=472, top=8, sizetab=12, finalizer=32, callback_ids=200)] + \
+    [dict(sizeof=464, top=8, sizetab=12, finalizer=0, callback_ids=192)] * 2
+_FINALIZER_ROOT = 38                                 # gcroot[38], where CTState has no `finalizer`
 _CTYPE_SIZE = {True: 24, False: 16}
 _MM_MODE = 3                                         # MM_mode: gcroot[3] is the string "__mode"
-_GCROOT_MOST = 39
 
 
 @dataclass
@@ -106,6 +108,14 @@ class VM:
         own = {kernel.THREAD: self.layout.L_sizeof,
                kernel.TAB: self.layout.GCtab_sizeof}.get(int(objects.kind[row]), int(objects.size[row]))
         return row if address < int(objects.address[row]) + own else -1
+
+    def runs(self, pc: int) -> bool:
+        """Whether code address `pc` is LuaJIT's own or machine code that it made."""
+        target = self.target
+        interpreter = target.module_at(target.word(self.main + self.layout.GG_dispatch) or 0)
+        module, mapping = target.module_at(pc), target.mapping_at(pc)
+        made = module is None and mapping is not None and "x" in mapping.perms and not mapping.path
+        return made or (module is not None and module is interpreter)
 
     # -- what every runtime answers ------------------------------------------------------------------------------------
     @cached_property
@@ -224,7 +234,14 @@ def _vm_at(target: Target, main: int, how: str) -> VM | None:
                 best = score, layout
     if best is None:
         return None
-    return VM(target, main, main + best[1].L_sizeof, best[1], how)
+    layout = best[1]
+    vm = VM(target, main, main + layout.L_sizeof, layout, how)
+    head = target.word(main - 8) or 0
+    # The number of bytecodes differs from release to release, and with it GG_State's size: its own chunk knows it.
+    size = (head & ~7) - 8
+    if vm.allocator is not None and abs(size - layout.GG_sizeof) <= 512:
+        layout.GG_sizeof = size
+    return vm
 
 
 def _fits(target: Target, main: int, layout: SimpleNamespace) -> int:
@@ -478,9 +495,24 @@ class _Graph:
             if kind == kernel.STR:
                 text = vm.string(address, 16)
                 weak[rows[metatables == metatable]] = (b"k" in text) | (b"v" in text) << 1
+        self._unreadable(rows)
         finalizers = finalizer_table(vm)
         weak[objects.address == finalizers] = 1
         return weak
+
+    def _unreadable(self, rows: np.ndarray) -> None:
+        """Say how many of these tables have an array or hash part where nothing can be read."""
+        vm, layout = self.vm, self.layout
+        at = self.objects.address[rows].astype(np.uint64)
+        for part, field, size in (("array", layout.GCtab_array, layout.GCtab_asize),
+                                  ("hash", layout.GCtab_node, layout.GCtab_hmask)):
+            sizes, _ = vm.target.space.gather(at + np.uint64(size), np.uint32)
+            places, _ = vm.target.space.gather(at[sizes > 0] + np.uint64(field), f"<u{layout.ref}")
+            _, there = vm.target.space.gather(places.astype(np.uint64), np.uint64)
+            if not there.all():
+                first = int(at[sizes > 0][~there][0])
+                vm.notes.append(f"the {part} parts of {int((~there).sum()):,} tables (the first at {first:#x}) lie where nothing "
+                                "can be read: damaged, or not in the core")
 
     def _roots(self) -> list[tuple[str, int]]:
         """The roots of the collector, those first whose paths read best."""
@@ -497,7 +529,9 @@ class _Graph:
             root("globals", vm.ref(vm.main + layout.L_env))
             root("main thread", vm.main)
             root("running thread", vm.ref(vm.g + layout.g_cur_L))
-            for k in range(_GCROOT_MOST):
+            if layout.g_vmthref >= 0:
+                root("VM thread", vm.ref(vm.g + layout.g_vmthref))
+            for k in range(_FINALIZER_ROOT + (not _CTSTATE[layout.family]["finalizer"])):
                 address = vm.ref(vm.g + layout.g_gcroot + k * layout.ref)
                 row = vm.row(address) if address else -1
                 if row >= 0:
@@ -520,9 +554,11 @@ class _Graph:
 
 def finalizer_table(vm: VM) -> int:
     """Address of the table that maps cdata to finalizers (its keys are weak), 0 when there is none."""
-    state = ctype_state(vm)
+    state, field = ctype_state(vm), _CTSTATE[vm.layout.family]["finalizer"]
     try:
-        return vm.target.space.word(state + _CTSTATE[vm.layout.family]["finalizer"]) if state else 0
+        if not field:
+            return vm.ref(vm.g + vm.layout.g_gcroot + _FINALIZER_ROOT * vm.layout.ref)
+        return vm.target.space.word(state + field) if state else 0
     except Absent:
         return 0
 

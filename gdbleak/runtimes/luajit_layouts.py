@@ -14,6 +14,7 @@ FAMILIES = ("2.1.0-beta3 (2017)", "OpenResty 2019-05", "OpenResty 2020-01", "Ope
             "2.1 rolling, from November 2025")
 
 _GC64 = dict(
+    g_vmthref=(-1, -1, -1, -1, -1, -1, -1, 280),
     GCstr_sizeof=24, GCstr_len=(16, 16, 16, 20, 20, 20, 20, 20), GCudata_sizeof=48, GCudata_udtype=10, GCudata_env=16,
     GCudata_len=24, GCudata_metatable=32, GCcdata_sizeof=16, GCcdata_ctypeid=10, GCproto_sizeof=104,
     GCproto_sizebc=12, GCproto_k=32, GCproto_sizekgc=48, GCproto_sizekn=52, GCproto_sizept=56,
@@ -43,6 +44,7 @@ _GC64 = dict(
     3080, 3080, 3080), GG_sizeof=(6192, 6208, 6208, 6288, 6296, 6240, 6248, 6384), GG_J=(768, 784, 784, 848,
     848, 824, 832, 840), GG_dispatch=(4016, 4032, 4032, 4112, 4120, 4064, 4072, 4096))
 _GC32 = dict(
+    g_vmthref=(-1, -1, -1, -1, -1, -1, -1, 224),
     GCstr_sizeof=(16, 16, 16, 20, 20, 20, 20, 20), GCstr_len=(12, 12, 12, 16, 16, 16, 16, 16), GCudata_sizeof=24,
     GCudata_udtype=6, GCudata_env=8,
     GCudata_len=12, GCudata_metatable=16, GCcdata_sizeof=8, GCcdata_ctypeid=6, GCproto_sizeof=64,

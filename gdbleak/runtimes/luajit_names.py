@@ -7,7 +7,7 @@ import numpy as np
 
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
-from .luajit import VM, ctype_state, table_get, table_nodes
+from .luajit import VM, ctype_sizes, ctype_state, table_get, table_nodes
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
 _EDGES = {kernel.ARRAY: "[*]", kernel.OTHER_KEY: "[*]", kernel.MEMBER: "[*]", kernel.KEY: "[keys]",
@@ -178,6 +178,10 @@ class Names:
             self._types[number] = self._ctype(number, depth)
         return self._types[number]
 
+    def _ctype_size(self, number: int) -> int:
+        sizes = ctype_sizes(self.vm)
+        return int(sizes[number]) if number < len(sizes) else 0
+
     def _ctype(self, number: int, depth: int) -> str:
         vm = self.vm
         try:
@@ -200,19 +204,27 @@ class Names:
         if kind == _CT_PTR:
             return self.ctype(child, depth + 1) + (" &" if info & 0x00800000 else " *")
         if kind == _CT_ARRAY:
-            one = self.ctype(child, depth + 1)
-            return f"{one}[?]" if info & 0x00100000 else f"{one}[]"
+            one, each = self.ctype(child, depth + 1), self._ctype_size(child)
+            return f"{one} [?]" if info & 0x00100000 or not each else f"{one} [{size // each}]"
         if kind == _CT_VOID:
             return "void"
         if kind == _CT_FUNC:
             return f"{self.ctype(child, depth + 1)} ()"
         if kind == _CT_NUM:
-            if info & 0x08000000:
-                return "bool"
-            if info & 0x04000000:
-                return {4: "float", 8: "double"}.get(size, f"float{8 * size}")
-            return f"{'u' if info & 0x00800000 else ''}int{8 * size}_t"
+            return _number_type(info, size)
         return f"C type {number}"
+
+
+def _number_type(info: int, size: int) -> str:
+    """A C number type as LuaJIT prints it."""
+    if info & 0x08000000:
+        return "bool"
+    if info & 0x04000000:
+        return {4: "float", 8: "double"}.get(size, f"float{8 * size}")
+    if size == 1:                     # `char` has a flag of its own when the machine's is not the plain one
+        return "char" if not info & 0x00800000 else "unsigned char"
+    name = {2: "short", 4: "int"}.get(size, f"int{8 * size}_t")
+    return name if not info & 0x00800000 else f"unsigned {name}" if size < 8 else f"u{name}"
 
 
 def prototype_rows(vm: VM) -> np.ndarray:

@@ -504,10 +504,10 @@ class _Graph:
         """Say how many of these tables have an array or hash part where nothing can be read."""
         vm, layout = self.vm, self.layout
         at = self.objects.address[rows].astype(np.uint64)
-        for part, field, size in (("array", layout.GCtab_array, layout.GCtab_asize),
+        for part, where, size in (("array", layout.GCtab_array, layout.GCtab_asize),
                                   ("hash", layout.GCtab_node, layout.GCtab_hmask)):
             sizes, _ = vm.target.space.gather(at + np.uint64(size), np.uint32)
-            places, _ = vm.target.space.gather(at[sizes > 0] + np.uint64(field), f"<u{layout.ref}")
+            places, _ = vm.target.space.gather(at[sizes > 0] + np.uint64(where), f"<u{layout.ref}")
             _, there = vm.target.space.gather(places.astype(np.uint64), np.uint64)
             if not there.all():
                 first = int(at[sizes > 0][~there][0])

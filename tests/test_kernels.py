@@ -101,9 +101,9 @@ def test_reach_and_resume():
             return made
 
         for budget in (64, 5):
-            same(chunks.reach, lambda: (*space.buffer, 4096, 4096 + 8 * 128, 64, budget, 32, steps()), (9,))
+            same(chunks.reach, lambda: (*space.buffer, 4096, 4096 + 8 * 128, 64, budget, 32, 1, steps()), (10,))
         reached = steps()
-        chunks.reach(*space.buffer, 4096, 4096 + 8 * 128, 64, 64, 32, reached)
+        chunks.reach(*space.buffer, 4096, 4096 + 8 * 128, 64, 64, 32, 1, reached)
         for least in (2, chunks.ANCHORED):
             for fresh in (0, 1):
                 same(chunks.resume, lambda: (*space.buffer, 4096, 7, 64, least, fresh, reached))

@@ -123,7 +123,7 @@ def _morecore_start(target: Target, heap: GlibcHeap, top: int, end: int) -> int:
     low = max(extent[0], end - heap.arenas[0].system_mem)
     table = target.space.table([(low, top + 16)])
     at = (low + PAGE - 1) & ~(PAGE - 1)
-    reach = Reach(buffer_of(target, table), at, top)
+    reach = Reach(buffer_of(target, table), at, top, fences=False)
     while at < top:
         start = reach.resume(at, least=kernel.ANCHORED)
         if not start:
@@ -234,13 +234,13 @@ class Reach:
 
     CHAIN = 64                  # so many plausible chunks in a row are taken for chunks
 
-    def __init__(self, buffer, start: int, stop: int):
+    def __init__(self, buffer, start: int, stop: int, fences: bool = True):
         self.buffer, self.start, self.slots = buffer, start, (stop - start) // 16
         self.steps = reserve(self.slots + 1, np.uint8)
         self.steps[self.slots] = kernel.ANCHORED
         slot, behind = self.slots, 32
         while slot > 0:
-            slot, behind = kernel.reach(*buffer, start, stop, slot, 1 << 22, behind, self.steps)
+            slot, behind = kernel.reach(*buffer, start, stop, slot, 1 << 22, behind, fences, self.steps)
 
     def resume(self, at: int, fresh: bool = False, least: int = CHAIN) -> int:
         """The address from `at` on where chunks go on, or 0."""

@@ -246,7 +246,7 @@ def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, 
     return count, total, END, _ZERO, _ZERO
 
 
-def _reach_array(words, starts, ends, offsets, start, stop, last, budget, behind, steps):
+def _reach_array(words, starts, ends, offsets, start, stop, last, budget, behind, fences, steps):
     memory = memoryview(words)
     starts, ends, offsets, steps = starts.tolist(), ends.tolist(), offsets.tolist(), memoryview(steps)
     start, stop, behind, k = int(start), int(stop), int(behind), len(starts) - 1
@@ -263,8 +263,9 @@ def _reach_array(words, starts, ends, offsets, start, stop, last, budget, behind
         head = memory[((offsets[k] + at - starts[k]) >> 3) + 1]
         length = head & ~7
         if 32 <= length <= stop - at and not length & 15:
-            steps[j] = min(steps[j + (length >> 4)] + 1, ANCHORED)
-        elif length == 16 and behind & ~7 in (0, 16) and behind & 1:
+            chain = steps[j + (length >> 4)]
+            steps[j] = chain if chain >= ANCHORED - 1 else chain + 1
+        elif fences and length == 16 and behind & ~7 in (0, 16) and behind & 1:
             steps[j] = ANCHORED
         behind = head
     return first, behind
@@ -272,13 +273,13 @@ def _reach_array(words, starts, ends, offsets, start, stop, last, budget, behind
 
 @kernel(_reach_array)
 def reach(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, last: I64, budget: I64,
-          behind: U64, steps: U8s):
+          behind: U64, fences: I64, steps: U8s):
     """Tell of each 16-byte slot of [start, stop), from slot `last` - 1 down, how many chunks in a row begin there.
 
     steps[slot] (uint8, zeroed, one more than there are slots, the one at `stop` ANCHORED) becomes the length of the
-    chain of sizes from there, ANCHORED when it leads to `stop` or to a pair of fenceposts (or is as long as that). At
-    most `budget` slots a call; (the slot reached, the head found in it: pass both on,
-    at first the number of slots and 32).
+    chain of sizes from there, 254 at most, or ANCHORED when it leads to `stop` or, with `fences`, to a pair of
+    fenceposts. At most `budget` slots a call; (the slot reached, the head found in it: pass both on, at first the
+    number of slots and 32).
     """
     first = last - budget
     if first < 0:
@@ -295,9 +296,10 @@ def reach(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop
             head = words[((offsets[k] + at - starts[k]) >> _U3) + _ONE]
             length = head & _NOT7
             if length >= _U32 and (length & _U15) == _ZERO and length <= stop - at:
-                chain = np.int64(steps[j + np.int64(length >> _FOUR)]) + 1
-                steps[j] = ANCHORED if chain > ANCHORED else chain
-            elif length == _U16 and behind < _U32 and (behind & _U8) == _ZERO and (behind & _ONE) != _ZERO:
+                chain = np.int64(steps[j + np.int64(length >> _FOUR)])
+                steps[j] = chain if chain >= ANCHORED - 1 else chain + 1
+            elif (fences != 0 and length == _U16 and behind < _U32 and (behind & _U8) == _ZERO
+                  and (behind & _ONE) != _ZERO):
                 steps[j] = ANCHORED
             behind = head
         else:

@@ -127,6 +127,8 @@ class Analysis:
                                  "hypothesis": "something wrote outside of its block, or memory is missing "
                                                "from the core",
                                  "next": [f"leak-what {heap.damage[0].address:#x}"]}))
+        if self.target.arch.name != "x86-64" and self.glibc:
+            report.say(f"note: {self.target.arch.name} is read by the same tables, untested: no test has run on it")
         owner = self.malloc_owner
         if owner and not any(heap.module.name == owner for heap in self.glibc):
             report.say(f"note: the program's malloc belongs to {printable(owner)}; what follows is only glibc's part")

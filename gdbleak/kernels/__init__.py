@@ -1,4 +1,4 @@
-"""The inner loops: one self-contained file a subject, each loop in a compiled form and, beside it, an array form.
+"""The inner loops: one file a subject, each loop in a compiled form and, beside it, an array form.
 
 `@kernel(array_form)` marks the compiled form, a function whose annotations give its types (`U64s` is an array of
 uint64, `U64` one of them). The two have the same signature and the same results; tests hold them against each other.

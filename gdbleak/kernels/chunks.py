@@ -11,6 +11,7 @@ import bisect
 import numpy as np
 
 from . import I64, U64, U8s, I64s, U64s, helper, kernel
+from .pieces import piece
 
 IN_USE, FREE, FASTBIN, TCACHED, TOP = 1, 2, 3, 4, 5
 END, BUDGET, BAD_SIZE, ABSENT, FENCE, LOOP, STRAY = 0, 1, 2, 3, 4, 5, 6
@@ -20,20 +21,6 @@ _ZERO, _ONE, _TWO, _THREE, _FOUR, _TWELVE = (np.uint64(k) for k in (0, 1, 2, 3, 
 ANCHORED = 255                 # of a chain of chunks: it leads to the end
 FRESH_SLOTS = 1 << 16
 _NOT7 = np.uint64(0xfffffffffffffff8)
-
-
-@helper
-def _piece(starts, ends, address):
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= address:
-            low = middle + 1
-        else:
-            high = middle
-    if low == 0 or address >= ends[low - 1]:
-        return -1
-    return low - 1
 
 
 @helper
@@ -100,7 +87,7 @@ def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, p: U64, stop: U64
         if n >= goal:
             return n, p, BUDGET
         if p < low or p + _U16 > high:
-            k = _piece(starts, ends, p)
+            k = piece(starts, ends, p)
             if k < 0 or p + _U16 > ends[k]:
                 return n, p, ABSENT
             low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
@@ -173,7 +160,7 @@ def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, prot
             return count, total, LOOP, user, holder
         if state[row] != IN_USE or (only != _ZERO and size[row] != only):
             return count, total, STRAY, user, holder
-        k = _piece(starts, ends, user)
+        k = piece(starts, ends, user)
         if k < 0 or user + _U8 > ends[k]:
             return count, total, ABSENT, user, holder
         state[row] = mark
@@ -225,14 +212,14 @@ def follow_bin(words: U64s, starts: U64s, ends: U64s, offsets: U64s, head: U64, 
     """
     previous = head
     count, total = 0, 0
-    k = _piece(starts, ends, head)
+    k = piece(starts, ends, head)
     if k < 0 or head + _U32 > ends[k]:
         return count, total, ABSENT, head, head
     chunk = words[((offsets[k] + head - starts[k]) >> _U3) + _TWO]
     while chunk != head:
         if count >= limit:
             return count, total, LOOP, chunk, previous
-        k = _piece(starts, ends, chunk)
+        k = piece(starts, ends, chunk)
         if k < 0 or chunk > ends[k] - _U32 or (chunk & _U15) != _ZERO:
             return count, total, STRAY, chunk, previous
         at = (offsets[k] + chunk - starts[k]) >> _U3
@@ -341,7 +328,7 @@ def resume(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, slo
         if steps[j] < least:
             continue
         at = start + (np.uint64(j) << _FOUR)
-        k = _piece(starts, ends, at)
+        k = piece(starts, ends, at)
         if k < 0 or at + _U16 > ends[k]:
             continue
         i = (offsets[k] + at - starts[k]) >> _U3

@@ -70,6 +70,12 @@ def _kernels(module) -> list[Kernel]:
             if isinstance(value, Kernel) and value.function.__module__ == module.__name__]
 
 
+def _helper_files(module) -> set[str]:
+    """The files of the helpers that a module's kernels call from other modules."""
+    return {sys.modules[value.__module__].__file__ for value in vars(module).values()
+            if getattr(value, "is_kernel_helper", False)}
+
+
 def _parameters(function) -> list[str]:
     names = function.__code__.co_varnames[:function.__code__.co_argcount]
     return [function.__annotations__[name] for name in names]
@@ -89,10 +95,10 @@ def _machine_code(module) -> dict:
         cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
         target = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3,
                                                                             codemodel="jitdefault", jit=True)
-        with open(module.__file__, "rb") as stream:
-            source = stream.read()
-        with open(__file__, "rb") as stream:
-            source += stream.read()
+        source = b""
+        for path in sorted({module.__file__, __file__, *_helper_files(module)}):
+            with open(path, "rb") as stream:
+                source += stream.read()
         import llvmlite
         stamp = f"{_VERSION} {llvmlite.__version__} {cpu} {features} {sys.version_info[:2]}"
         digest = hashlib.sha256(source + stamp.encode()).hexdigest()[:24]
@@ -183,7 +189,8 @@ def _compile(module, binding, target):
         result = compiler.compile_extra(registry.cpu_target.typing_context, registry.cpu_target.target_context,
                                         function, tuple(form[name] for name in _parameters(one.function)), None,
                                         flags, {})
-        assembly = binding.parse_assembly(result.library.get_llvm_str())
+        made = result._asdict()
+        assembly = binding.parse_assembly(made["library"].get_llvm_str())
         if merged is None:
             merged = assembly
         else:

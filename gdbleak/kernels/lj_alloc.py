@@ -5,26 +5,13 @@ import bisect
 
 import numpy as np
 
-from . import U64, U64s, helper, kernel
+from . import U64, U64s, kernel
+from .pieces import piece
 
 _U3, _U4, _U8, _U16, _U32, _FENCE = (np.uint64(k) for k in (3, 4, 8, 16, 32, 0xb))
 _ONE, _TWO, _ZERO = np.uint64(1), np.uint64(2), np.uint64(0)
 _NOT3 = np.uint64(0xfffffffffffffffc)
 DONE, BROKEN = 0, 1
-
-
-@helper
-def _piece(starts, ends, address):
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= address:
-            low = middle + 1
-        else:
-            high = middle
-    if low == 0 or address >= ends[low - 1]:
-        return -1
-    return low - 1
 
 
 def _walk_array(words, starts, ends, offsets, start, stop, top):
@@ -61,7 +48,7 @@ def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop:
     while p < stop:
         if p == top:
             return used, used_bytes, free, free_bytes, p, DONE
-        k = _piece(starts, ends, p)
+        k = piece(starts, ends, p)
         if k < 0 or p + _U16 > ends[k]:
             return used, used_bytes, free, free_bytes, p, BROKEN
         head = words[((offsets[k] + p - starts[k]) >> _U3) + _ONE]

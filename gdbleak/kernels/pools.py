@@ -9,6 +9,7 @@ import numpy as np
 
 from . import I64, U8s, I32s, I64s, helper, kernel
 from .chunks import IN_USE
+from .pieces import piece
 
 # columns of the result of `measure`
 (ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG,
@@ -47,16 +48,10 @@ def candidates(words: I64s, starts: I64s, ends: I64s, offsets: I64s, address: I6
             continue
         user = address[row]
         if user < low or user + 48 > high:
-            a, b = 0, len(starts)
-            while a < b:
-                middle = (a + b) >> 1
-                if starts[middle] <= user:
-                    a = middle + 1
-                else:
-                    b = middle
-            if a == 0 or user + 48 > ends[a - 1]:
+            k = piece(starts, ends, user)
+            if k < 0 or user + 48 > ends[k]:
                 continue
-            low, high, delta = starts[a - 1], ends[a - 1], offsets[a - 1] - starts[a - 1]
+            low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
         at = (user + delta) >> 3
         last, end = words[at], words[at + 1]
         if last < user + header or last > end or end - user > size[row] - 8:

@@ -7,7 +7,7 @@ import pytest
 
 from tests import nginx_target
 from tests.nginx_target import DEBUG, LUA_MODULES, STRIPPED, Nginx, ask, leak_json
-from tests.targets import ROOT, Capture, table, totals
+from tests.targets import ROOT, Capture, run_cli, table, totals
 
 SHIPPED = ROOT / "fixtures" / "cores"
 
@@ -123,3 +123,19 @@ def test_lua_shared_dict(tmp_path):
     items = leak_json("leak-shm", captured)
     check_zones(items, captured.truth)
     assert {row["zone"] for row in rows_of(items, "zones") if row["of"] == "lua_shared_dict"} == {"counters"}
+
+
+def test_flame_graph_adds_up_to_the_zones(tmp_path):
+    """Each zone's frames are its size, in every report that takes --flame of this kind."""
+    core = tmp_path / "core"
+    core.write_bytes(lzma.decompress((ROOT / "fixtures" / "cores" / "nginx-leaky.core.xz").read_bytes()))
+    sums = {}
+    for word in ("shm", "mallinfo", "blocks", "sizes"):
+        done = run_cli(word, "--core", core, "--flame", tmp_path / f"{word}.folded", "--json", tmp_path / f"{word}.json")
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / f"{word}.folded").read_text().splitlines()
+        sums[word] = sum(int(line.rsplit(" ", 1)[1]) for line in lines)
+    found = next(item for item in json.loads((tmp_path / "shm.json").read_text()) if item["type"] == "totals")
+    truth = json.loads((ROOT / "fixtures" / "cores" / "nginx-leaky.truth.json").read_text())
+    assert sums["shm"] == found["bytes"] == sum(zone["size"] for zone in truth["zones"])
+    assert sums["mallinfo"] == sums["blocks"] == sums["sizes"] == truth["mallinfo2"]["arena"]

@@ -80,6 +80,7 @@ def _memory(build):
 
 def _mallinfo(build):
     build.add_argument("--arenas", action="store_true", help="one column for each arena as well")
+    _flame(build, "arena -> state -> size class")
 
 
 def _sizes(build):
@@ -99,6 +100,7 @@ def _blocks(build):
     build.add_argument("--text", action="store_true", help="preview each block's contents as text")
     _top(build, 50)
     _min_bytes(build)
+    _flame(build, "arena -> state -> size class")
 
 
 def _pools(build):
@@ -111,6 +113,7 @@ def _pools(build):
 
 def _shm(build):
     build.add_argument("--slots", action="store_true", help="the slots of each zone as well")
+    _flame(build, "zone -> used and free pages")
 
 
 def _gc(build):

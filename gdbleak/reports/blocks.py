@@ -12,6 +12,7 @@ from ..target.target import Target
 from .analysis import Analysis
 from .document import Report, Table, printable
 from .selection import Slice, arena_name, describe, select
+from .sizes import profile_of
 
 PREVIEW, LONG_PREVIEW = 32, 160     # bytes of a block that one line shows
 LINE = 16                           # bytes of a line of a hexdump
@@ -47,6 +48,7 @@ def run(analysis: Analysis, arguments) -> Report:
     for row in rows if dump else ():
         heading = f"{row.address:#x}: {row.size:,} bytes, {row.state}"
         report.add(Dump(analysis.target, row.address, min(dump, row.usable), heading))
+    report.profile = profile_of(analysis, slices)
     return report
 
 

@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 from .analysis import Analysis
 from .document import Report, Table
+from .selection import Slice
+from .sizes import profile_of
 
 # The rows of mallinfo(3) in the order of the structure, without `usmblks`' obsolete meaning lost.
 ROWS = [
@@ -44,6 +46,7 @@ def run(analysis: Analysis, arguments) -> Report:
         if arguments.arenas:
             report.say()
             report.add(_by_arena(heap, pid))
+    report.profile = profile_of(analysis, [Slice(heap, region, None) for heap in heaps for region in heap.regions])
     return report
 
 

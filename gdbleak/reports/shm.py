@@ -1,6 +1,7 @@
 """leak-shm: nginx's shared zones, how full each is and how long a run of pages it could still give."""
 from __future__ import annotations
 
+from ..flame import Profile
 from ..heaps import nginx_slab
 from ..target.target import TargetError
 from .analysis import Analysis
@@ -33,6 +34,15 @@ def run(analysis: Analysis, arguments) -> Report:
             if zone.slots:
                 report.say()
                 report.add(_slots(zone))
+    report.profile = Profile(f"Shared zones of {analysis.target.command_name()} (pid {analysis.target.source.pid})",
+                             "Pages of nginx's slab pools by zone, and what the zone has besides (measured)")
+    for zone in zones:
+        rest = zone.size - zone.pages * zone.page_size
+        for state, size, pages in (("used pages", zone.used_pages * zone.page_size, zone.used_pages),
+                                   ("free pages", zone.free_pages * zone.page_size, zone.free_pages),
+                                   ("the zone's own", rest, 1)):
+            if size > 0:
+                report.profile.add([f"zone {zone.name}", state], size, pages)
     return report
 
 

@@ -21,7 +21,7 @@ def run(analysis: Analysis, arguments) -> Report:
     _totals(report, counts, totals)
     report.say()
     report.add(_exact(slices, arguments.top) if arguments.exact else _table(counts, totals, describe(arguments)))
-    report.profile = _profile(analysis, slices)
+    report.profile = profile_of(analysis, slices)
     return report
 
 
@@ -77,7 +77,7 @@ def _exact(slices, top: int) -> Table:
                  f"{left_out:,} more sizes: --top N shows them" if left_out else "")
 
 
-def _profile(analysis: Analysis, slices) -> Profile:
+def profile_of(analysis: Analysis, slices) -> Profile:
     profile = Profile(f"Block sizes of {analysis.target.command_name()} (pid {analysis.target.source.pid})",
                       "Malloc chunks, headers included, by arena, state and size class (measured)")
     for part in slices:

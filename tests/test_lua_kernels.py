@@ -83,10 +83,12 @@ def test_tree_and_fold(vm):
         first = list(dict.fromkeys(roots))
         order[:len(first)] = first
         seen[first], parent[first] = 1, -1 - np.arange(len(first))
-        return whole.begins, whole.targets, whole.labels, 0, len(first), 10**9, seen, parent, np.zeros(n, np.int32), order
+        return whole.begins, whole.targets, 0, len(first), 10**9, seen, parent, order
 
-    assert same(graph.bfs, start, (6, 7, 8, 9))[0] == whole.tree.count
+    assert same(graph.bfs, start, (5, 6, 7))[0] == whole.tree.count
     tree = whole.tree
+    same(graph.edges_used, lambda: (whole.begins, whole.targets, whole.labels, tree.order, tree.count, tree.parent,
+                                    np.zeros(n, np.int32), np.zeros(n, np.uint8)), (6, 7))
     below = vm.objects.size.copy()
     same(graph.sum_tree, lambda: (tree.order, tree.count, tree.parent, vm.objects.size.copy()), (3,))
     graph.sum_tree(tree.order, tree.count, tree.parent, below)
@@ -101,5 +103,7 @@ def test_allocator(vm):
     table = space.table()
     for segment in heap.segments:
         for top in (0, segment.start + segment.size - segment.top_bytes - segment.overhead):
-            same(lj_alloc.walk, lambda: (space.words, table.starts, table.ends, table.offsets, segment.start,
-                                         segment.start + segment.size, top))
+            for room in (0, 100, segment.in_use_chunks):
+                same(lj_alloc.walk, lambda: (space.words, table.starts, table.ends, table.offsets, segment.start,
+                                             segment.start + segment.size, top, np.zeros(room, np.uint64),
+                                             np.zeros(room, np.uint64)), (7, 8))

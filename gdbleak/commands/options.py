@@ -13,11 +13,17 @@ COMMANDS = {
     "gc": "LuaJIT objects by type, what is dead, the self-check gc.total, and LuaJIT's allocator",
     "gc-refs": "LuaJIT reference paths from the GC roots: which table holds the memory, by its name in the program",
     "gc-stacks": "the Lua call stack of each coroutine that is alive",
-    "path": "what keeps a Lua object alive: the path from a GC root down to it",
-    "refs": "what refers to a Lua object, and what it refers to",
+    "unreachable": "blocks that no root reaches: true leaks, direct and indirect; what dead Lua objects or one stack word hold",
+    "retained": "the largest dominators: what would be free without them, by heap; --pins: small objects that pin much",
+    "path": "who holds a block, a set of blocks or a Lua object: the paths from a root down to it",
+    "refs": "what refers to a block or a Lua object, and what it refers to",
     "what": "what lies at an address: mapping, symbol, arena, block, pool, stack or register",
 }
-STATES = ("in-use", "free", "tcached", "top", "all")
+RECORDINGS = {
+    "sample": "the memory leak flame graph: what a live process allocates in some seconds and does not release",
+    "mmaps": "what a live process maps in some seconds and does not unmap, with backtraces",
+}
+STATES = ("in-use", "free", "tcached", "top", "reached", "unreachable", "pending", "all")
 
 
 class UsageError(Exception):
@@ -66,9 +72,12 @@ def _flame(build, what: str) -> None:
     build.add_argument("--flame", metavar="FILE", help=f"write a flame graph ({what}) as .svg, .folded or .txt")
 
 
-def _set(build) -> None:
+def _set(build, states: bool = True) -> None:
     build.add_argument("--size", metavar="LOW-HIGH", help="only chunks of LOW <= size < HIGH, e.g. 256k-512k")
-    build.add_argument("--state", choices=STATES, default="all", help="only blocks in this state (default all)")
+    if states:
+        build.add_argument("--state", choices=STATES, default="all", help="only blocks in this state (default all)")
+    else:
+        build.set_defaults(state="all")
     build.add_argument("--arena", metavar="N", help="only blocks of this arena (0 is main), or `mmapped`")
 
 
@@ -132,8 +141,28 @@ def _gc_stacks(build):
     _top(build, 20)
 
 
+def _unreachable(build):
+    _set(build, states=False)
+    _top(build, 20)
+    _min_bytes(build)
+    _flame(build, "leak -> what hangs on it")
+
+
+def _retained(build):
+    _set(build)
+    build.add_argument("--pins", action="store_true", help="order by native bytes retained over own size")
+    _top(build, 20)
+    _min_bytes(build)
+    _flame(build, "the dominator tree")
+
+
 def _path(build):
-    _address(build)
+    build.add_argument("address", nargs="*", action=_Joined, default="",
+                       help="an address, register ($rsp) or expression; without one, a set of blocks")
+    _set(build)
+    _top(build, 10)
+    _min_bytes(build)
+    _flame(build, "root -> ... -> block")
 
 
 def _refs(build):
@@ -150,4 +179,5 @@ def _what(build):
 
 
 _ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm,
-        "gc": _gc, "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "path": _path, "refs": _refs, "what": _what}
+        "gc": _gc, "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "unreachable": _unreachable,
+        "retained": _retained, "path": _path, "refs": _refs, "what": _what}

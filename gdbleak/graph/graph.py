@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from .. import channel
+from ..heaps.blocks import reserve
 from ..kernels import graph as kernel
 
 TILE = 2_000_000        # edges a kernel call
@@ -40,6 +41,7 @@ class Groups:
     again: np.ndarray
     below: np.ndarray
     count_below: np.ndarray
+    of_row: np.ndarray              # the group of each row, -1 where the roots do not reach
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -72,8 +74,9 @@ class Graph:
                 tail += 1
         head = 0
         while head < tail:
-            head, tail = kernel.bfs(self.begins, self.targets, self.labels, head, tail, TILE, seen, parent, via, order)
+            head, tail = kernel.bfs(self.begins, self.targets, head, tail, TILE, seen, parent, order)
             channel.progress(f"{tail:,} objects reached")
+        kernel.edges_used(self.begins, self.targets, self.labels, order, tail, parent, via, np.zeros(rows, np.uint8))
         return Tree(order, tail, parent, via, seen)
 
     def path(self, row: int) -> tuple[str, list[tuple[int, int]]] | None:
@@ -98,29 +101,34 @@ class Graph:
     def fold(self, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, few: int = 48) -> Groups:
         """The tree with rows of the same shape as one group.
         `size`: int64, `kind`: uint8, `detail`: int32, each over rows."""
-        tree = self.tree
-        below = size.astype(np.int64)
-        kernel.sum_tree(tree.order, tree.count, tree.parent, below)
-        named = np.zeros(len(self), np.int32)
-        kernel.count_named(tree.order, tree.count, tree.parent, tree.via, named)
         names = list(dict.fromkeys(name for name, _ in self.roots))
-        room = max(tree.count + len(names) + 1, 1024)
-        arrays = [np.zeros(room, t)
-                  for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
-        g_parent, g_label, g_kind, g_detail, g_bytes, g_count, g_row, g_again = arrays
-        g_parent[:len(names)] = -1
         number_of = {name: k for k, name in enumerate(names)}
         root_groups = np.array([number_of[name] for name, _ in self.roots], np.int32)
+        rows = np.zeros(len(names), np.int32)
         for name, row in reversed(self.roots):
-            g_row[number_of[name]] = row
-        slots = np.zeros(1 << (2 * room).bit_length(), np.int32)   # zeros: what is not used costs no memory
-        n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
-                        root_groups, np.zeros(len(self), np.int32), slots, g_parent, g_label, g_kind, g_detail, g_bytes,
-                        g_count, g_row, g_again, len(names))
-        own = [array[:n] for array in arrays]
-        below_groups, count_below = own[4].copy(), own[5].copy()
-        for k in range(n - 1, -1, -1):       # a group comes after the one above it
-            if own[0][k] >= 0:
-                below_groups[own[0][k]] += below_groups[k]
-                count_below[own[0][k]] += count_below[k]
-        return Groups(*own, below_groups, count_below)
+            rows[number_of[name]] = row
+        return fold(self.tree, size, kind, detail, member, root_groups, rows, few)
+
+
+def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, root_groups: np.ndarray,
+         root_rows: np.ndarray, few: int = 48) -> Groups:
+    """A tree with rows of the same shape as one group. `root_groups`: the group of each root (a root's row has -1 - its number
+    as `parent`); `root_rows`: a row for each of these groups."""
+    rows = len(tree.parent)
+    below = size.astype(np.int64)
+    kernel.sum_tree(tree.order, tree.count, tree.parent, below)
+    named = np.zeros(rows, np.int32)
+    kernel.count_named(tree.order, tree.count, tree.parent, tree.via, named)
+    room = max(tree.count + len(root_rows) + 1, 1024)
+    arrays = [reserve(room, t) for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
+    g_parent, _, _, _, _, _, g_row, _ = arrays
+    g_parent[:len(root_rows)] = -1
+    g_row[:len(root_rows)] = root_rows
+    group = np.full(rows, -1, np.int32)
+    slots = reserve(1 << (2 * room).bit_length(), np.int32)
+    n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
+                    root_groups, group, slots, *arrays, len(root_rows))
+    own = [array[:n].copy() for array in arrays]
+    below_groups, count_below = own[4].copy(), own[5].copy()
+    kernel.sum_groups(own[0], below_groups, count_below)
+    return Groups(*own, below_groups, count_below, group)

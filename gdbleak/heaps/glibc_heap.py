@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import bisect
+import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,6 +104,13 @@ class GlibcHeap:
         """The region that holds `address`, or None."""
         k = bisect.bisect_right(self.region_starts, address) - 1
         return self.regions[k] if k >= 0 and address < self.regions[k].end else None
+
+    def base_of(self, region: Region) -> int:
+        """Where a region begins with what precedes its first chunk: a heap_info, or what aligns the break."""
+        if region.kind == "heap":
+            return region.start & ~(mmap.PAGESIZE - 1)
+        lowest = int(self.parameters["sbrk_base"]) if region.kind == "brk" and self.parameters is not None else 0
+        return lowest if region.start - 16 < lowest <= region.start else region.start
 
     def usable(self, row: int, region: Region | None = None) -> int:
         """Bytes of the block that are the program's: what malloc_usable_size() says.

@@ -8,6 +8,6 @@ checks every address against the table before it reads. Kernels allocate nothing
 Numba compiles (`compiler.py`), once for each machine; the machine code is kept and later runs load it without
 importing Numba, which alone would take longer than most analyses. Without Numba the array forms serve.
 """
-from .compiler import I64, U64, I32s, I64s, U8s, U64s, helper, kernel
+from .compiler import I64, U64, I32s, I64s, U8s, U64s, helper, in_python, kernel
 
-__all__ = ["I64", "U64", "I32s", "I64s", "U8s", "U64s", "helper", "kernel"]
+__all__ = ["I64", "U64", "I32s", "I64s", "U8s", "U64s", "helper", "in_python", "kernel"]

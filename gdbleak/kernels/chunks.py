@@ -41,36 +41,42 @@ def _row(address, first, last, user):
 def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, first, budget, notes):
     memory = memoryview(words)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
-    p, stop, n, first = int(p), int(stop), int(n), int(first)
-    low = high = delta = 0
-    goal = n + int(budget)
+    p, stop, n, first, why = int(p), int(stop), int(n), int(first), END
+    low = high = i = 0
+    known = n > first                          # the chunk before is of this region: keep it as the first of the lists
+    users, sizes = ([int(address[n - 1])], [int(size[n - 1])]) if known else ([], [])
+    states = bytearray([state[n - 1]] if known else [])
+    goal = len(users) + int(budget)
     while p < stop:
-        if n >= goal:
-            return n, p, BUDGET
+        if len(users) >= goal:
+            why = BUDGET
+            break
         if not low <= p or p + 16 > high:
             k = bisect.bisect_right(starts, p) - 1
             if k < 0 or p + 16 > ends[k]:
-                return n, p, ABSENT
-            low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
-        i = (p + delta) >> 3
+                why = ABSENT
+                break
+            low, high, i = starts[k], ends[k], (offsets[k] + p - starts[k]) >> 3
         head = memory[i + 1]
         length = head & ~7
-        if not head & 1 and n > first and state[n - 1] == IN_USE:
-            state[n - 1] = FREE
-            if memory[i] != size[n - 1]:
+        if not head & 1 and users and states[-1] == IN_USE:
+            states[-1] = FREE
+            if memory[i] != sizes[-1]:
                 if not notes[0]:
                     notes[1] = p
                 notes[0] += 1
-        if length == 16:
-            return n, p, FENCE
         if length < 32 or length & 15 or length > stop - p:
-            return n, p, BAD_SIZE
-        address[n] = p + 16
-        size[n] = length
-        state[n] = IN_USE
-        n += 1
+            why = FENCE if length == 16 else BAD_SIZE
+            break
+        users.append(p + 16)
+        sizes.append(length)
+        states.append(IN_USE)
         p += length
-    return n, p, END
+        i += length >> 3
+    begin = n - known
+    address[begin:begin + len(users)], size[begin:begin + len(users)] = users, sizes
+    state[begin:begin + len(users)] = np.frombuffer(states, np.uint8)
+    return begin + len(users), p, why
 
 
 @kernel(_walk_array)

@@ -40,6 +40,14 @@ def kernel(array_form):
     return lambda function: Kernel(function, array_form)
 
 
+def in_python(body):
+    """The array form of a kernel: the same body over memoryviews, whose items are Python's own integers."""
+    def run(*arguments):
+        return body(*(argument if not hasattr(argument, "dtype") else memoryview(argument) for argument in arguments))
+    run.__doc__ = body.__doc__
+    return run
+
+
 class Kernel:
     """A compiled form and its array form, called as one function.
     `array_form` and `compiled` can be called apart in tests."""
@@ -177,10 +185,19 @@ def _compile(module, binding, target):
 
     flags = compiler.Flags()
     flags.nrt, flags.no_cpython_wrapper, flags.no_cfunc_wrapper, flags.error_model = False, True, True, "numpy"
-    scope = dict(vars(module))
-    for name, value in vars(module).items():
-        if getattr(value, "is_kernel_helper", False):
-            scope[name] = numba.njit(_nrt=False, error_model="numpy")(types.FunctionType(value.__code__, scope, name))
+    scopes: dict[str, dict] = {}
+
+    def scope_of(name: str) -> dict:
+        """A module's names as compiled code sees them: helpers compiled, those of another module with its names."""
+        if name not in scopes:
+            known = scopes[name] = dict(vars(sys.modules[name]))
+            for key, value in list(known.items()):
+                if getattr(value, "is_kernel_helper", False):
+                    own = types.FunctionType(value.__code__, scope_of(value.__module__), key)
+                    known[key] = numba.njit(_nrt=False, error_model="numpy")(own)
+        return scopes[name]
+
+    scope = scope_of(module.__name__)
     form = {**{name: getattr(numba.types, kind) for name, (_, kind) in _SCALARS.items()},
             **{name: numba.types.Array(numba.from_dtype(dtype), 1, "C") for name, dtype in _ARRAYS.items()}}
     index, merged = {}, None

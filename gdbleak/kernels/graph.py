@@ -6,22 +6,35 @@ each edge with its label.
 """
 from __future__ import annotations
 
-from . import I64, U8s, I32s, I64s, kernel
+import numpy as np
+
+from . import I64, U8s, I32s, I64s, in_python, kernel
+
+NATIVE = -(1 << 20)            # a label NATIVE - k: word k of a malloc block, or of a payload
 
 
-def _in_python(body):
-    """The array form: the same body over memoryviews, whose items are Python's own integers."""
-    def run(*arguments):
-        return body(*(argument if not hasattr(argument, "dtype") else memoryview(argument) for argument in arguments))
-    run.__doc__ = body.__doc__
-    return run
+def _bfs_array(begins, targets, head, tail, budget, seen, parent, order):
+    """Over lists, and all at once: Python can be interrupted anywhere."""
+    starts, ends = begins.tolist(), targets.tolist()
+    marks, waiting, reached_by = bytearray(seen), order[head:tail].tolist(), []
+    new, by = waiting.append, reached_by.append
+    for row in waiting:                      # it grows
+        for target in ends[starts[row]:starts[row + 1]]:
+            if not marks[target]:
+                marks[target] = 1
+                new(target)
+                by(row)
+    seen[:] = np.frombuffer(marks, np.uint8)
+    order[head:head + len(waiting)] = waiting
+    parent[waiting[tail - head:]] = reached_by
+    return head + len(waiting), head + len(waiting)
 
 
-def _bfs(begins: I32s, targets: I32s, labels: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s,
-         via: I32s, order: I32s):
+@kernel(_bfs_array)
+def bfs(begins: I32s, targets: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, order: I32s):
     """Go on breadth first from order[head:tail]; (head, tail) then. Stops after `budget` edges; done when head == tail.
 
-    parent[row] is the row it was reached from first, via[row] the label of that edge.
+    parent[row] is the row it was reached from first. Rows with another `seen` than 0 are not entered.
     """
     while head < tail and budget > 0:
         row = order[head]
@@ -33,10 +46,21 @@ def _bfs(begins: I32s, targets: I32s, labels: I32s, head: I64, tail: I64, budget
             if seen[target] == 0:
                 seen[target] = 1
                 parent[target] = row
-                via[target] = labels[k]
                 order[tail] = target
                 tail += 1
     return head, tail
+
+
+def _edges_used(begins: I32s, targets: I32s, labels: I32s, order: I32s, count: I64, parent: I32s, via: I32s, done: U8s):
+    """The label of the edge by which each row was reached: the first from its parent to it. `done` comes zeroed."""
+    for k in range(count):
+        row = order[k]
+        for c in range(begins[row], begins[row + 1]):
+            target = targets[c]
+            if parent[target] == row and done[target] == 0:
+                done[target] = 1
+                via[target] = labels[c]
+    return count
 
 
 def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
@@ -50,12 +74,24 @@ def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
     return count
 
 
+def _sum_groups(parent: I32s, bytes: I64s, count: I64s):
+    """Add what each group has to the one above it, which has a lower number; -1: none."""
+    k = len(parent) - 1
+    while k >= 0:
+        if parent[k] >= 0:
+            bytes[parent[k]] += bytes[k]
+            count[parent[k]] += count[k]
+        k -= 1
+    return len(parent)
+
+
 def _count_named(order: I32s, count: I64, parent: I32s, via: I32s, named: I32s):
-    """Count for each row those that are reached from it by a label that is a name (>= 0); how many in all."""
+    """Count for each row those that are reached from it by a label that is a name (>= 0) or a place in a block (<= NATIVE);
+    how many in all."""
     total = 0
     for k in range(count):
         row = order[k]
-        if via[row] >= 0 and parent[row] >= 0:
+        if (via[row] >= 0 or via[row] <= NATIVE) and parent[row] >= 0:
             named[parent[row]] += 1
             total += 1
     return total
@@ -83,12 +119,15 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
             g_count[g] += 1
             continue
         label = via[row]
-        if label >= 0 and named[above] > few and below[row] * few < below[above]:
+        if (label >= 0 or label <= NATIVE) and named[above] > few and below[row] * few < below[above]:
             label = member
         up = group[above]
         over = g_parent[up]
-        if (over >= 0 and g_label[up] == label and g_kind[up] == kind[row] and g_detail[up] == detail[row]
-                and (g_again[up] or (g_label[over] == label and g_kind[over] == kind[row] and g_parent[over] >= 0))):
+        if (over >= 0 and g_kind[up] == kind[row] and g_detail[up] == detail[row]
+                and (g_label[up] == label or label <= NATIVE)
+                and (g_again[up] or (g_kind[over] == kind[row] and g_parent[over] >= 0
+                                     and (g_label[over] == label
+                                          or (label <= NATIVE and g_detail[over] == detail[row]))))):
             g_again[up] = 1
             g = up
         else:
@@ -114,7 +153,8 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
     return n
 
 
-count_named = kernel(_in_python(_count_named))(_count_named)
-bfs = kernel(_in_python(_bfs))(_bfs)
-sum_tree = kernel(_in_python(_sum_tree))(_sum_tree)
-fold = kernel(_in_python(_fold))(_fold)
+sum_groups = kernel(in_python(_sum_groups))(_sum_groups)
+count_named = kernel(in_python(_count_named))(_count_named)
+edges_used = kernel(in_python(_edges_used))(_edges_used)
+sum_tree = kernel(in_python(_sum_tree))(_sum_tree)
+fold = kernel(in_python(_fold))(_fold)

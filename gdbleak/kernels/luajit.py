@@ -5,7 +5,8 @@ of FIELDS. One body serves as compiled form and, over memoryviews and lists, as 
 """
 from __future__ import annotations
 
-from . import I64, U8s, I32s, I64s, helper, kernel
+from . import I64, U8s, I32s, I64s, helper, in_python, kernel
+from .graph import NATIVE
 
 STR, UPVAL, THREAD, PROTO, FUNC, TRACE, CDATA, TAB, UDATA = range(4, 13)   # the object types, as in ~LJ_T*
 KINDS = {STR: "string", UPVAL: "upvalue", THREAD: "thread", PROTO: "prototype", FUNC: "function", TRACE: "trace",
@@ -450,6 +451,112 @@ def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offs
     return c
 
 
+@helper
+def _light(f, segments, value):
+    """The pointer of a light userdata TValue, 0 when it is none. `segments`: upper halves by segment; empty without."""
+    tag = ~(value >> 47)
+    if tag != (3 if f[F_GC64] else 1):
+        return 0
+    if len(segments) == 0:
+        return value & _MASK47
+    segment = (value >> 39) & 0xff
+    if segment >= len(segments):
+        return 0
+    return segments[segment] | (value & ((1 << 39) - 1))
+
+
+@helper
+def _put_native(value, low, high, row, label, sources, values, labels, n):
+    """Append a pointer that is in [low, high); the number of pointers then."""
+    if low <= value < high:
+        sources[n], values[n], labels[n] = row, value, label
+        return n + 1
+    return n
+
+
+@helper
+def _put_lights(f, segments, words, starts, ends, offsets, start, count, label, step, low, high, row, sources, values, labels,
+                n):
+    """Append the light userdata among `count` TValues from `start` on; labels go down by `step` from one to the next."""
+    for k in range(count):
+        at = _at(starts, ends, offsets, start + 8 * k, 8)
+        if at < 0:
+            break
+        n = _put_native(_light(f, segments, words[at >> 3]), low, high, row, label - step * k, sources, values, labels, n)
+    return n
+
+
+@helper
+def _put_payload(words, starts, ends, offsets, start, size, low, high, row, sources, values, labels, n):
+    """Append each aligned word of a payload that can be a pointer."""
+    for k in range(size >> 3):
+        at = _at(starts, ends, offsets, start + 8 * k, 8)
+        if at < 0 or at & 7:
+            break
+        n = _put_native(words[at >> 3], low, high, row, NATIVE - k, sources, values, labels, n)
+    return n
+
+
+def _natives(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, segments: I64s,
+             low: I64, high: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, slots: I32s, first: I64, last: I64,
+             sources: I32s, values: I64s, labels: I32s, n: I64):
+    """List what objects [first, last) hold that can point into [low, high): words of cdata and userdata, the extra data of
+    threads, light userdata wherever values are. (row, value, label) from `n` on; how many there are then. All three must
+    have room for all words of the objects."""
+    for row in range(first, last):
+        o, what = address[row], int(kind[row])
+        if what == STR or what == PROTO or what == TRACE:
+            continue
+        at = _at(starts, ends, offsets, o, 16)
+        if at < 0:
+            continue
+        if what == CDATA:
+            length = size[row] - f[F_CD_SIZEOF]
+            if marked[row] & _VARIABLE:
+                before = _at(starts, ends, offsets, o - 8, 8)
+                length = _u32(halves, before + 4) if before >= 0 else 0
+            n = _put_payload(words, starts, ends, offsets, o + f[F_CD_SIZEOF], min(length, size[row]), low, high, row,
+                             sources, values, labels, n)
+        elif what == UDATA:
+            n = _put_payload(words, starts, ends, offsets, o + f[F_UD_SIZEOF], size[row] - f[F_UD_SIZEOF], low, high, row,
+                             sources, values, labels, n)
+        elif what == TAB:
+            asize, hmask = _u32(halves, at + f[F_TAB_ASIZE]), _u32(halves, at + f[F_TAB_HMASK])
+            if 8 * asize <= size[row]:
+                n = _put_lights(f, segments, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_TAB_ARRAY]), asize,
+                                ARRAY, 0, low, high, row, sources, values, labels, n)
+            node = _ref(f, words, halves, at + f[F_TAB_NODE])
+            for k in range(hmask + 1 if 0 < hmask and 24 * hmask <= size[row] else 0):
+                place = _at(starts, ends, offsets, node + 24 * k, 24)
+                if place < 0:
+                    break
+                value, key = words[place >> 3], words[(place >> 3) + 1]
+                pointer = _light(f, segments, value)
+                if low <= pointer < high:
+                    named = _object_in(f, key)
+                    name = _row(address, slots, named) if named != 0 else -1
+                    if name < 0 or kind[name] != STR:
+                        name = OTHER_KEY
+                    n = _put_native(pointer, low, high, row, name, sources, values, labels, n)
+                n = _put_native(_light(f, segments, key), low, high, row, KEY, sources, values, labels, n)
+        elif what == FUNC:
+            if bytes[at + f[F_FN_FFID]] != 0:
+                n = _put_lights(f, segments, words, starts, ends, offsets, o + f[F_FN_UPVALUE],
+                                int(bytes[at + f[F_FN_NUPV]]), UPVALUE, 1, low, high, row, sources, values, labels, n)
+        elif what == UPVAL:
+            n = _put_lights(f, segments, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_UV_V]), 1, VALUE, 0,
+                            low, high, row, sources, values, labels, n)
+        elif what == THREAD:
+            n = _put_payload(words, starts, ends, offsets, o, f[F_L_SIZEOF], low, high, row, sources, values, labels, n)
+            stack = _ref(f, words, halves, at + f[F_L_STACK])
+            top = words[(at + f[F_L_TOP]) >> 3] if f[F_GC64] else _u32(halves, at + f[F_L_TOP])
+            count = min((top - stack) >> 3, _u32(halves, at + f[F_L_STACKSIZE]))
+            if 0 < 8 * count <= size[row]:
+                n = _put_lights(f, segments, words, starts, ends, offsets, stack, count, STACK, 0, low, high, row, sources,
+                                values, labels, n)
+    return n
+
+
 def _find_all(address: I64s, slots: I32s, wanted: I64s, rows: I32s):
     """Put the row of the object at each wanted address, or -1, into `rows`; how many there are."""
     found = 0
@@ -460,22 +567,15 @@ def _find_all(address: I64s, slots: I32s, wanted: I64s, rows: I32s):
     return found
 
 
-def _in_python(body):
-    """The array form of a kernel: the same body over memoryviews and lists, whose items are Python's own integers."""
-    def run(*arguments):
-        return body(*(argument if not hasattr(argument, "dtype") else memoryview(argument) for argument in arguments))
-    run.__doc__ = body.__doc__
-    return run
-
-
 def _find(address: I64s, slots: I32s, o: I64):
     """The row of the object at `o`, or -1."""
     return _row(address, slots, o)
 
 
-objects = kernel(_in_python(_objects))(_objects)
-strings = kernel(_in_python(_strings))(_strings)
-index = kernel(_in_python(_index))(_index)
-edges = kernel(_in_python(_edges))(_edges)
-find = kernel(_in_python(_find))(_find)
-find_all = kernel(_in_python(_find_all))(_find_all)
+objects = kernel(in_python(_objects))(_objects)
+strings = kernel(in_python(_strings))(_strings)
+index = kernel(in_python(_index))(_index)
+edges = kernel(in_python(_edges))(_edges)
+find = kernel(in_python(_find))(_find)
+natives = kernel(in_python(_natives))(_natives)
+find_all = kernel(in_python(_find_all))(_find_all)

@@ -54,6 +54,27 @@ class Analysis:
         return vms
 
     @cached_property
+    def native(self):
+        """The pointers between malloc blocks and the state of each block (`graph.native.Native`)."""
+        from ..graph.native import Native
+        return Native(self.target, self.glibc if self.luajit else self.need_glibc(), self.luajit)
+
+    @cached_property
+    def types(self):
+        """The types of malloc blocks (`graph.types.Types`)."""
+        from ..graph import types
+        return types.of(self.target, self.native.nodes.heaps, self.nginx, self.luajit)
+
+    @cached_property
+    def process(self):
+        """Blocks, Lua objects and roots as one graph (`graph.process.Process`)."""
+        from ..graph.process import Process
+        native, pooled = self.native, None
+        if self.nginx and len(native.nodes):
+            pooled = native.nodes.over_heaps([owner > 0 for _, owner in self.nginx.owners])
+        return Process(native, pooled)
+
+    @cached_property
     def malloc_owner(self) -> str:
         """The module whose malloc the program calls, by the dynamic linker's order; "" when that cannot be told."""
         owner = link_map.definer(self.target, "malloc")

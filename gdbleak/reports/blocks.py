@@ -32,11 +32,11 @@ class Row:
 
 def run(analysis: Analysis, arguments) -> Report:
     """List the blocks that the set asks for, at most `--top`; the totals are of the whole set."""
-    heaps = analysis.need_glibc()
+    analysis.need_glibc()
     dump = size_of(arguments.dump, arguments.evaluate) if arguments.dump else 0
     report = analysis.open_report("leak-blocks")
     analysis.say_glibc(report)
-    slices = select(heaps, arguments)
+    slices = select(analysis, arguments)
     blocks = sum(len(part.size) for part in slices)
     total = sum(int(part.size.sum()) for part in slices)
     rows = _listed(slices, arguments.sort, max(arguments.top, 0))

@@ -13,9 +13,8 @@ from ..heaps.blocks import FREE_STATES, STATES, Region
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import chunks as kernel
 from ..target.address_space import PAGE
-from ..target.elf import PT_TLS
+from ..target.stacks import stack_of, tls_of
 from ..target.target import Mapping, Target, TargetError
-from ..target.threads import Thread
 from .analysis import Analysis
 from .document import Report, Table, printable, share
 from .selection import arena_name
@@ -27,7 +26,6 @@ _KEYS = ("in_use_bytes", "tcached_bytes", "free_bytes", "overhead_bytes", "other
 _COLUMN_OF = {kernel.IN_USE: IN_USE, kernel.TCACHED: TCACHED, **dict.fromkeys(FREE_STATES, FREE)}
 _LEGEND = "other: explained, and no part of a heap (code, data, stacks, files, shared memory, reservations)"
 _SHARED = ("/dev/zero", "/dev/shm/", "/SYSV", "/memfd:", "/[aio]", "anon_inode:")
-_DESCRIPTOR = 2304             # bytes of a struct pthread that are looked at; releases differ little in it
 FOREIGN, DAMAGED, NO_ACCESS = "foreign sbrk", "damaged", "no access"
 
 
@@ -126,14 +124,6 @@ def account(analysis: Analysis) -> list[tuple[Mapping, list[Part]]]:
     return accounts
 
 
-def base_of(heap: GlibcHeap, region: Region) -> int:
-    """Where a region begins with what precedes its first chunk: a heap_info, or what aligns the break."""
-    if region.kind == "heap":
-        return region.start & ~(PAGE - 1)
-    lowest = int(heap.parameters["sbrk_base"]) if region.kind == "brk" and heap.parameters is not None else 0
-    return lowest if region.start - 16 < lowest <= region.start else region.start
-
-
 def _claims(heaps: list[GlibcHeap]) -> list[Claim]:
     """What the heaps own, sorted; no two overlap."""
     wanted = [claim for heap in heaps for region in heap.regions for claim in _claims_of(heap, region)]
@@ -147,7 +137,7 @@ def _claims(heaps: list[GlibcHeap]) -> list[Claim]:
 
 def _claims_of(heap: GlibcHeap, region: Region) -> Iterator[Claim]:
     """A region cut at its foreign and damaged stretches, and the address space a heap keeps in reserve."""
-    at = base_of(heap, region)
+    at = heap.base_of(region)
     for start, end, state in sorted([(*stretch, FOREIGN) for stretch in region.foreign] +
                                     [(*stretch, DAMAGED) for stretch in region.damaged]):
         if at < start:
@@ -248,32 +238,6 @@ def _lua_own(analysis: Analysis) -> list[Part]:
 def _clipped(part: Part, low: int, high: int) -> Part:
     """The part inside [low, high) of one that is in one state."""
     return _whole(max(part.start, low), min(part.end, high), part.owner, part.label, part.amounts[0].state)
-
-
-def stack_of(target: Target, thread: Thread) -> tuple[int, int] | None:
-    """A thread's stack as its descriptor states it, else the whole mapping that its stack pointer lies in."""
-    if thread.stack is None:
-        return None
-    start, end = thread.stack
-    parts = target.space.present(thread.tp, thread.tp + _DESCRIPTOR) if thread.tp & 7 == 0 else []
-    if parts and parts[0][0] == thread.tp:   # stackblock and stackblock_size: two words that enclose sp
-        words = target.space.words_of(thread.tp, parts[0][1] & ~7)
-        base, length, sp = words[:-1], words[1:], np.uint64(thread.sp)
-        fits = ((base | length) & np.uint64(PAGE - 1) == 0) & (base <= sp) & (sp - base < length)
-        for k in np.flatnonzero(fits & (length <= np.uint64(1 << 40))).tolist():
-            return max(start, int(base[k])), min(end, int(base[k]) + int(length[k]))
-    return start, end
-
-
-def tls_of(target: Target, thread: Thread) -> tuple[int, int] | None:
-    """A thread's static TLS, which its modules' PT_TLS measure, and its descriptor."""
-    mapping = target.mapping_at(thread.tp) if thread.tp else None
-    if mapping is None:
-        return None
-    size = sum(int(row["memsz"]) + int(row["align"]) for module in target.modules
-               for row in module.phdrs[module.phdrs["type"] == PT_TLS])
-    below, above = (size, _DESCRIPTOR) if thread.arch.tls_below else (_DESCRIPTOR, size)
-    return max(thread.tp - below, mapping.start), min(thread.tp + above, mapping.end)
 
 
 # -- what no heap owns ---------------------------------------------------------------------------------------

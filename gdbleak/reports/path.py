@@ -1,64 +1,162 @@
-"""leak-path: what keeps one object alive, from a root down to it."""
+"""leak-path: who holds a block, a Lua object or a set of blocks: the paths from a root down to it."""
 from __future__ import annotations
 
+import numpy as np
+
+from ..flame import Profile
+from ..graph import native as states
 from ..quantities import size as parse_size
-from ..runtimes.luajit import VM
-from ..runtimes.luajit_names import Names
 from ..target.target import TargetError
 from .analysis import Analysis
-from .document import Report, Table, printable
-from .gc import need_vms
+from .document import Report, Table, printable, share
+from .groups import Folded
+from .selection import describe, rows_of_set
+from .words import Words, joined, shorten
+
+_DEEP = 24                      # so far up a path other ways in are looked for
+_WHY = {states.UNREACHABLE: "nothing reaches it: no root leads here, it is leaked (leak-unreachable)",
+        states.PENDING: "only dead Lua objects hold it: the next collection releases it"}
 
 
 def run(analysis: Analysis, arguments) -> Report:
-    """The shortest path from a GC root to the object that begins at, or holds, the address."""
+    """Of one address the shortest path and others of another shape; of a set the paths of its blocks, alike ones together."""
+    if arguments.address:
+        return _of_one(analysis, arguments)
+    if not describe(arguments):
+        raise ValueError("give an address, or a set of blocks: --size, --state, --arena (help leak-path)")
+    return _of_set(analysis, arguments)
+
+
+def row_at(analysis: Analysis, address: int) -> int:
+    """The row of the process graph that holds an address. Raises TargetError."""
+    row = analysis.process.row_at(address)
+    if row < 0:
+        raise TargetError(f"no block in use and no Lua object begins at or holds {address:#x}; leak-what {address:#x} says what "
+                          "is there")
+    return row
+
+
+def describe_row(analysis: Analysis, words: Words, row: int, address: int) -> str:
+    """One line about a row."""
+    process = analysis.process
+    start = process.address(row)
+    inside = f", {address - start:,} bytes into it" if address != start else ""
+    kind = "" if process.object_of(row) else "malloc block, "
+    return f"{kind}{words.row(row)} at {start:#x}, {int(process.own[row]):,} bytes{inside}"
+
+
+# -- one address -------------------------------------------------------------------------------------------------------
+def _of_one(analysis: Analysis, arguments) -> Report:
     address = parse_size(arguments.address, arguments.evaluate)
-    vm, row = lua_object(need_vms(analysis), address)
-    names = Names(vm)
+    row = row_at(analysis, address)
+    process, words = analysis.process, Words(analysis)
     report = analysis.open_report("leak-path")
-    report.say(describe(names, row, address))
-    path = vm.graph.path(row)
-    report.totals(runtime="luajit", address=int(vm.objects.address[row]), bytes=int(vm.objects.size[row]),
-                  reached=path is not None, steps=len(path[1]) if path else 0)
-    if path is None:
-        report.say("nothing reaches it: it is dead, and the next collection frees it")
+    report.say(describe_row(analysis, words, row, address))
+    steps = process.steps(row)
+    report.totals(address=process.address(row), bytes=int(process.own[row]), reached=steps is not None,
+                  steps=len(steps) - 1 if steps else 0, **({"runtime": "luajit"} if process.object_of(row) else {}))
+    if steps is None:
+        lua = process.object_of(row)
+        report.say("nothing reaches it: it is dead, and the next collection frees it" if lua else
+                   _WHY.get(int(analysis.native.state[row]), "nothing reaches it"))
         return report
-    root, steps = path
-    report.say("GC roots => " + " => ".join(printable(word, 80) for word in words(names, root, steps)))
-    rows = []
-    for k, (word, (_, at)) in enumerate(zip(words(names, root, steps), steps)):
-        rows.append([k, printable(word, 80), printable(names.object(at), 90), f"{int(vm.objects.address[at]):#x}",
-                     int(vm.objects.size[at])])
+    said = words.path(steps)
+    report.say(joined(shorten(said)))
+    if row < len(process.nodes) and analysis.native.state[row] == states.ON_STACK_ONLY:
+        report.say("  only a stack or a register leads to it")
     report.say()
-    report.add(Table(["#", "by", "object", "address", "bytes"], rows,
-                     "from the root down (the shortest path; there may be others)", (1, 2, 3)))
+    report.add(Table(["#", "by", "object", "address", "bytes"], _rows(process, words, steps, said),
+                     "from the root down (the shortest path)", (1, 2, 3)))
+    others = _others(process, words, steps, max(arguments.top, 0))
+    if others:
+        report.say()
+        report.add(Table(["steps", "path"], [[len(said), joined(shorten(said))] for said in others],
+                         "other ways to it, one of each shape", (1,)))
+    report.profile = _profile(analysis, np.array([row]))
     return report
 
 
-def words(names: Names, root: str, steps: list[tuple[int, int]]) -> list[str]:
-    """The steps of a path in Lua's words."""
-    found, above = [root], steps[0][1]
-    for label, row in steps[1:]:
-        word = names.edge(label, above)
-        if found[-1] == "._LOADED" and word.startswith("."):
-            word = word[1:]              # a module's name
-        found.append(word)
-        above = row
-    return found
+def _rows(process, words: Words, steps: list[tuple[int, int]], said: list[str]) -> list[list]:
+    """The table of a path; of a long one the beginning and the end."""
+    numbered = list(enumerate(steps))
+    shown = numbered if len(steps) <= 40 else numbered[:20] + numbered[-20:]
+    rows, said_of = [], dict(enumerate(said)) if len(said) == len(steps) else {}
+    for k, (label, at) in shown:
+        above = steps[k - 1][1] if k else -1
+        rows.append([k, said_of.get(k) or (words.place(at) if not k else words.edge(above, label)), words.row(at),
+                     f"{process.address(at):#x}" if process.address(at) else "", int(process.own[at])])
+    return rows
 
 
-def lua_object(vms: list[VM], address: int) -> tuple[VM, int]:
-    """(VM, row) of the object that holds an address. Raises TargetError."""
-    for vm in vms:
-        row = vm.row_holding(address)
-        if row >= 0:
-            return vm, row
-    raise TargetError(f"no Lua object begins at or holds {address:#x}; leak-what {address:#x} says what is there")
+def _others(process, words: Words, steps: list[tuple[int, int]], most: int) -> list[list[str]]:
+    """Other paths, each of a shape of its own: those that leave the shortest one at one of its last steps."""
+    seen, found = {_shape(words.path(steps))}, []
+    for k in range(len(steps) - 1, max(len(steps) - 1 - _DEEP, 0), -1):
+        row, on_path = steps[k][1], {at for _, at in steps[k:]}
+        for other in process.referrers(row):
+            if len(found) >= most:
+                return found
+            above = process.steps(other) if other not in on_path and other != process.root else None
+            if above is None or any(at in on_path for _, at in above):
+                continue
+            said = words.path([*above, (process.label(other, row), row), *steps[k + 1:]])
+            if _shape(said) not in seen:
+                seen.add(_shape(said))
+                found.append(said)
+    return sorted(found, key=len)
 
 
-def describe(names: Names, row: int, address: int) -> str:
-    """One line about an object."""
-    vm = names.vm
-    start = int(vm.objects.address[row])
-    inside = f", {address - start} bytes into it" if address != start else ""
-    return f"{printable(names.object(row), 100)} at {start:#x}, {int(vm.objects.size[row]):,} bytes{inside}"
+def _shape(said: list[str]) -> tuple:
+    """What two paths share that differ only in how often a step is repeated."""
+    return tuple(word for word, before in zip(said, [None, *said]) if word != before)
+
+
+# -- a set -------------------------------------------------------------------------------------------------------------
+def _of_set(analysis: Analysis, arguments) -> Report:
+    process, words = analysis.process, Words(analysis)
+    report = analysis.open_report("leak-path")
+    analysis.say_glibc(report)
+    rows = rows_of_set(analysis, arguments)
+    size = process.own[rows]
+    report.say(f"{len(rows):,} blocks in use, {int(size.sum()):,} bytes: {describe(arguments)}")
+    folded = Folded(process, process.tree, words)
+    of = folded.groups.of_row[rows]
+    reached = of >= 0
+    numbers, at = np.unique(of[reached], return_inverse=True)
+    blocks = np.bincount(at, minlength=len(numbers))
+    bytes = np.bincount(at, weights=size[reached], minlength=len(numbers)).astype(np.int64)
+    table = []
+    for k in np.argsort(-bytes, kind="stable")[:max(arguments.top, 0)].tolist():
+        table.append([int(blocks[k]), int(bytes[k]), share(int(bytes[k]), int(size.sum())),
+                      joined(shorten([printable(w, 80) for w in folded.path_words(int(numbers[k]))])),
+                      f"{process.address(int(rows[reached][at == k][0])):#x}"])
+    state = analysis.native.state[rows[~reached]]
+    for kind, name in ((states.UNREACHABLE, "nothing reaches these (leak-unreachable)"),
+                       (states.PENDING, "only dead Lua objects hold these")):
+        mine = rows[~reached][state == kind]
+        if len(mine):
+            table.append([len(mine), int(process.own[mine].sum()), share(int(process.own[mine].sum()), int(size.sum())), name,
+                          f"{process.address(int(mine[0])):#x}"])
+    report.totals(blocks=len(rows), bytes=int(size.sum()), reached_blocks=int(reached.sum()),
+                  reached_bytes=int(size[reached].sum()), paths=len(numbers),
+                  unreachable_blocks=int((state == states.UNREACHABLE).sum()),
+                  pending_blocks=int((state == states.PENDING).sum()))
+    left = len(numbers) - max(arguments.top, 0)
+    report.say()
+    report.add(Table(["Blocks", "Bytes", "Share", "Path", "Sample"], table,
+                     "who holds them (each block on its shortest path, paths of the same shape together)", (3, 4),
+                     f"{left:,} more paths: --top N shows them" if left > 0 else ""))
+    report.profile = _profile(analysis, rows, folded)
+    return report
+
+
+def _profile(analysis: Analysis, rows: np.ndarray, folded: Folded | None = None) -> Profile:
+    target, process = analysis.target, analysis.process
+    profile = Profile(f"Who holds blocks of {target.command_name()} (pid {target.source.pid})",
+                      "Each block on its shortest path from a root; paths of the same shape together (measured)")
+    folded = folded or Folded(process, process.tree, Words(analysis))
+    of = folded.groups.of_row[rows]
+    mine = rows[of >= 0]
+    weights = np.bincount(of[of >= 0], weights=process.own[mine], minlength=len(folded.groups)).astype(np.int64)
+    folded.add_to(profile, weights, np.bincount(of[of >= 0], minlength=len(folded.groups)))
+    return profile

@@ -6,11 +6,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ..quantities import size, size_range
+from ..graph import native
 from ..heaps.blocks import FREE_STATES, Region
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import chunks as kernel
+from .analysis import Analysis
 
-_STATES = {"in-use": (kernel.IN_USE,), "free": FREE_STATES, "tcached": (kernel.TCACHED,), "top": (kernel.TOP,)}
+STATES = {"in-use": (kernel.IN_USE,), "free": FREE_STATES, "tcached": (kernel.TCACHED,), "top": (kernel.TOP,)}
+
+
+#: States that the graph tells.
+GRAPH_STATES = {"reached": (native.REACHED, native.ON_STACK_ONLY), "unreachable": (native.UNREACHABLE,),
+                "pending": (native.PENDING,)}
 
 
 class Slice(NamedTuple):
@@ -50,25 +57,28 @@ def describe(arguments) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def select(heaps: list[GlibcHeap], arguments) -> list[Slice]:
+def select(analysis: Analysis, arguments) -> list[Slice]:
     """The blocks that `--size`, `--state` and `--arena` ask for, region by region. Raises ValueError."""
+    heaps = analysis.need_glibc()
     bounds = size_range(arguments.size, arguments.evaluate) if arguments.size else None
     least = size(arguments.min_bytes, arguments.evaluate)
     if least:
         bounds = (max(bounds[0], least), bounds[1]) if bounds else (least, 1 << 63)
-    states = _STATES.get(arguments.state)
+    states = STATES.get(arguments.state)
+    graph_state = GRAPH_STATES.get(arguments.state)
     known = {str(arena.index) for heap in heaps for arena in heap.arenas} | {"mmapped"}
     if arguments.arena and arguments.arena not in known:
         highest = max(int(k) for k in known - {"mmapped"})
         raise ValueError(f"there is no arena {arguments.arena}: this target has 0 to {highest}, and `mmapped`")
     found = []
-    for heap in heaps:
+    for number, heap in enumerate(heaps):
+        reached = analysis.native.state_of_heap(number) if graph_state is not None else None
         for region in heap.regions:
             name = "mmapped" if region.kind == "mmapped" else str(region.arena)
             if arguments.arena and arguments.arena != name:
                 continue
             rows = None
-            if bounds or states:
+            if bounds or states or graph_state is not None:
                 part = slice(region.first, region.last)
                 chosen = np.ones(region.last - region.first, bool)
                 if bounds:
@@ -76,8 +86,18 @@ def select(heaps: list[GlibcHeap], arguments) -> list[Slice]:
                     chosen &= (sizes >= np.uint64(bounds[0])) & (sizes < np.uint64(bounds[1]))
                 if states:
                     chosen &= np.isin(heap.blocks.state[part], states)
+                if reached is not None:
+                    chosen &= np.isin(reached[part], graph_state)
                 rows = np.flatnonzero(chosen)
                 if not len(rows):
                     continue
             found.append(Slice(heap, region, rows))
     return found
+
+
+def rows_of_set(analysis: Analysis, arguments) -> np.ndarray:
+    """The same set as rows of the graph's blocks (ascending), without blocks that are not in use. Raises ValueError."""
+    nodes, found = analysis.native.nodes, np.zeros(len(analysis.native.nodes), bool)
+    for part in select(analysis, arguments):
+        found[nodes.of_heap(nodes.heaps.index(part.heap), part.numbers)] = True
+    return np.flatnonzero(found & (analysis.native.state != native.NO_NODE))

@@ -13,10 +13,10 @@ from .selection import arena_name, describe, select
 
 def run(analysis: Analysis, arguments) -> Report:
     """The distribution of chunk sizes by powers of two, or by exact size with `--exact`."""
-    heaps = analysis.need_glibc()
+    analysis.need_glibc()
     report = analysis.open_report("leak-sizes")
     analysis.say_glibc(report)
-    slices = select(heaps, arguments)
+    slices = select(analysis, arguments)
     counts, totals = _histogram(slices)
     _totals(report, counts, totals)
     report.say()

@@ -12,11 +12,11 @@ from ..heaps.blocks import STATES, Region
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import chunks as kernel
 from ..runtimes.luajit_names import Names
+from ..target.stacks import stack_of, tls_of
 from ..target.target import Mapping, Target
 from .analysis import Analysis
 from .blocks import LINE, hexdump
 from .document import Data, Report, printable
-from .memory import base_of, stack_of, tls_of
 from .selection import arena_name
 
 AROUND = 64                  # bytes of the hexdump
@@ -196,7 +196,7 @@ def _allocators(analysis: Analysis, address: int, facts: Facts) -> None:
         for name, dtype, start in _structures(heap, address):
             facts.add(f"{heap.name}: {_field(name, dtype, address - start)}")
         for region in heap.regions:
-            if base_of(heap, region) <= address < region.end:
+            if heap.base_of(region) <= address < region.end:
                 _region(heap, region, address, facts)
 
 
@@ -207,7 +207,7 @@ def _structures(heap: GlibcHeap, address: int):
     if heap.parameters is not None:
         known.append(("mp_", heap.parameters.dtype, heap.parameters_at))
     info = layouts.latest(layouts.HEAP_INFO, heap.release)
-    known += [(f"heap_info of arena {region.arena}", info, base_of(heap, region))
+    known += [(f"heap_info of arena {region.arena}", info, heap.base_of(region))
               for region in heap.regions if region.kind == "heap"]
     return [row for row in known if row[2] <= address < row[2] + row[1].itemsize]
 
@@ -225,7 +225,7 @@ def _region(heap: GlibcHeap, region: Region, address: int, facts: Facts) -> None
     name = arena_name(region)
     of = "" if region.kind == "mmapped" else f" of {name}"
     facts.add(f"{heap.name} ({printable(heap.module.name)}): {_REGIONS[region.kind]}{of}, "
-              f"{base_of(heap, region):#x}-{region.end:#x}", arena=name, region=region.kind)
+              f"{heap.base_of(region):#x}-{region.end:#x}", arena=name, region=region.kind)
     for ranges, text in ((region.foreign, "foreign sbrk: somebody else took this memory from the break"),
                          (region.damaged, "damaged: the chunks here cannot be walked")):
         for start, end in ranges:

@@ -42,7 +42,8 @@ class SymbolTable:
 
     def __init__(self, symbols: np.ndarray, strings: bytes, bias: int):
         """`symbols`: rows of SYM; `strings`: the string table they point into; `bias`: what to add to a value."""
-        defined = symbols[(symbols["shndx"] != 0) & (symbols["shndx"] < 0xff00) & (symbols["value"] != 0)]
+        somewhere = (symbols["value"] != 0) | (symbols["info"] & 15 == STT_TLS)
+        defined = symbols[(symbols["shndx"] != 0) & (symbols["shndx"] < 0xff00) & somewhere]
         order = np.argsort(defined["value"], kind="stable")
         self._rows = defined[order]
         self._strings = strings
@@ -85,6 +86,27 @@ class SymbolTable:
                     (size == 0 and address < int(self._addresses[k + 1]) and offset < 1 << 16):
                 return self._name(self._located[k]), offset
         return None
+
+
+    def begins(self, addresses: np.ndarray) -> np.ndarray:
+        """Where the symbol that contains each address (uint64) begins; 0 where no symbol of known size does."""
+        if not len(self._addresses):
+            return np.zeros(len(addresses), np.uint64)
+        found = np.zeros(len(addresses), np.uint64)
+        k = np.searchsorted(self._addresses, addresses, "right") - 1
+        for back in range(8):                    # of several that overlap, the next one below
+            at = np.maximum(k - back, 0)
+            inside = (found == 0) & (k >= back) & (addresses - self._addresses[at] < self._located["size"][at])
+            found[inside] = self._addresses[at[inside]]
+        return found
+
+    def thread_local(self, offset: int) -> str:
+        """The name of the thread-local variable at an offset of the image's TLS block, or ""."""
+        rows = self._rows[self._rows["info"] & 15 == STT_TLS]
+        for row in rows[(rows["value"] <= offset)]:
+            if offset < int(row["value"]) + max(int(row["size"]), 1):
+                return self._name(row)
+        return ""
 
 
 class ElfFile:

@@ -1,0 +1,89 @@
+"""Dominators: the row without which another would not be reached, and what each row retains."""
+from __future__ import annotations
+
+import numpy as np
+
+from .. import channel
+from ..kernels import dominators as kernel
+from .graph import Tree
+
+SEVERAL = -(1 << 18) - 1        # label of a row that its dominator holds in several ways
+TILE = 4_000_000                # steps a kernel call
+
+
+class Dominators:
+    """The dominator tree of what `root` reaches in a graph in CSR (`begins`, `targets`: int32).
+
+    By preorder number, the root's is 0: `vertex` (row), `dominator` (number; smaller than its own). `number`: by row, -1
+    where the root does not reach.
+    """
+
+    def __init__(self, begins: np.ndarray, targets: np.ndarray, root: int):
+        rows = len(begins) - 1
+        self.number = number = np.full(rows, -1, np.int32)
+        vertex, parent = np.empty(rows, np.int32), np.empty(rows, np.int32)
+        cursor = begins[:-1].copy()
+        number[root], vertex[0], parent[0] = 0, root, 0
+        row, count = root, 1
+        while row >= 0:
+            row, count = kernel.preorder(begins, targets, cursor, number, vertex, parent, row, count, TILE)
+            channel.progress(f"{count:,} blocks and objects numbered")
+        del cursor
+        self.vertex, parent = vertex[:count].copy() if count < rows else vertex, parent[:count]
+        leading = self._edges(begins, count)
+        into, sources = np.zeros(count + 1, np.int32), np.empty(leading, np.int32)
+        kernel.predecessors(begins, targets, number, self.vertex, count, into, sources)
+        semi, label = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)
+        above, head, following = (np.full(count, -1, np.int32) for _ in range(3))
+        self.dominator = np.empty(count, np.int32)
+        kernel.immediate(parent, into, sources, count, semi, label, above, np.empty(count, np.int32), head, following,
+                         self.dominator)
+
+    def _edges(self, begins: np.ndarray, count: int) -> int:
+        """How many edges leave the rows that are reached."""
+        if count == len(begins) - 1:
+            return int(begins[-1])
+        return int((begins[self.vertex + 1].astype(np.int64) - begins[self.vertex]).sum())
+
+    def __len__(self) -> int:
+        return len(self.vertex)
+
+    def retained(self, own: np.ndarray) -> np.ndarray:
+        """By number: `own` (int64, over rows) of the row and of all it dominates."""
+        total = own[self.vertex].astype(np.int64)
+        kernel.retain(self.dominator, len(self), total)
+        return total
+
+    def tree(self, via: np.ndarray, nearest: np.ndarray, roots: np.ndarray) -> Tree:
+        """The dominator tree as a `Tree`, its root left out: a row of `roots` has -1 - its index as parent, another child of
+        the root -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels, which are kept where they are the
+        dominator's own, else the label is SEVERAL."""
+        rows = len(self.number)
+        parent, labels, seen = np.full(rows, -1, np.int32), np.full(rows, SEVERAL, np.int32), np.zeros(rows, np.uint8)
+        order = self.vertex[1:]
+        above = self.vertex[self.dominator[1:]]
+        parent[order] = np.where(self.dominator[1:] == 0, -1 - len(roots), above)
+        reached = self.number[roots] > 0
+        own = np.zeros(rows, bool)
+        own[order] = nearest[order] == above
+        labels[own] = via[own]
+        top = roots[reached & (self.dominator[np.maximum(self.number[roots], 0)] == 0)]
+        index = np.zeros(rows, np.int32)
+        index[roots] = np.arange(len(roots))
+        parent[top], labels[top] = -1 - index[top], 0
+        seen[order] = 1
+        return Tree(order, len(order), parent, labels, seen)
+
+    def child_of_root(self) -> np.ndarray:
+        """By row: the row of the child of the root under which it is; -1 for the root and what is not reached."""
+        top = np.arange(len(self), dtype=np.int32)
+        below = np.flatnonzero(self.dominator)
+        top[below] = self.dominator[below]
+        while True:                                   # halves the way up each time
+            up = top[top]
+            if (up == top).all():
+                break
+            top = up
+        found = np.full(len(self.number), -1, np.int32)
+        found[self.vertex[1:]] = self.vertex[top[1:]]
+        return found

@@ -1,0 +1,245 @@
+"""Pointers into malloc blocks: from one block to another, and from any other memory into them.
+
+Every aligned word that points into a block in use is one, to its beginning or to its middle. `words`, `starts`, `ends`,
+`offsets`: the buffer and table of an AddressSpace; the regions, `bits`, `rank`, `address` and `size` as in `owners`;
+`seen` (uint8): NO_NODE for rows that hold nothing and are held by nothing (free blocks, the allocator's own).
+"""
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from . import I32s, I64, I64s, U64, U64s, U8s, helper, kernel
+from .owners import owner, owners_array
+from .pieces import piece
+
+NO_NODE = 255
+
+_ZERO, _ONE, _THREE, _U7, _U8 = (np.uint64(k) for k in (0, 1, 3, 7, 8))
+_NOT7 = np.uint64(0xfffffffffffffff8)
+_NOWHERE = np.uint64(0xffffffffffffffff)
+
+
+@helper
+def _next_piece(starts, address):
+    """Where the first piece behind `address` begins."""
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) >> 1
+        if starts[middle] <= address:
+            low = middle + 1
+        else:
+            high = middle
+    return starts[low] if low < len(starts) else _NOWHERE
+
+
+def _pieces_in(starts, ends, offsets, low, high):
+    """(start, end, offset in the buffer) of what is there of [low, high), whole words only."""
+    k = max(bisect.bisect_right(starts, low) - 1, 0)
+    while k < len(starts) and starts[k] < high:
+        start, end = (max(starts[k], low) + 7) & ~7, min(ends[k], high) & ~7
+        if start < end:
+            yield start, end, offsets[k] + start - starts[k]
+        k += 1
+
+
+def _edges_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, seen,
+                 first, last, begins, targets, c, lost):
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
+    regions = np.searchsorted(region_ends, address[first:last], "right")
+    counts = np.zeros(last - first, np.int64)
+    at = first
+    while at < last:
+        region = regions[at - first]
+        behind = first + int(np.searchsorted(regions, region, "right"))
+        end = int(region_ends[region])
+        stop = np.minimum(address[at:behind] + size[at:behind] - _U8, np.uint64(end))
+        wanted = int((stop - address[at:behind]).sum()) >> 3 if len(starts) > 1 else 0
+        found = 0
+        for low, high, offset in _pieces_in(starts, ends, offsets, int(address[at]), int(stop[-1])):
+            values = words[offset >> 3:(offset + high - low) >> 3]
+            hits = np.flatnonzero(values - low_all < span)
+            places = np.uint64(low) + hits.astype(np.uint64) * _U8
+            source = np.searchsorted(address[at:behind], places, "right") - 1
+            inside = (places < stop[source]) & (seen[at + source] != NO_NODE)
+            source, values = at + source[inside], values[hits[inside]]
+            target = np.empty(len(values), np.int32)
+            owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values, target)
+            keep = (target >= 0) & (target != source)
+            keep[keep] = seen[target[keep]] != NO_NODE
+            target, source = target[keep], source[keep]
+            targets[c:c + len(target)] = target
+            counts += np.bincount(source - first, minlength=last - first)
+            c += len(target)
+            if wanted:
+                inside = (address[at:behind] < np.uint64(high)) & (stop > np.uint64(low))
+                found += int((np.minimum(stop[inside], np.uint64(high)) -
+                              np.maximum(address[at:behind][inside], np.uint64(low))).sum()) >> 3
+        if wanted > found:
+            lost[0] += 1
+            lost[1] += wanted - found
+        at = behind
+    begins[first + 1:last + 1] = begins[first] + np.cumsum(counts)
+    return c
+
+
+@kernel(_edges_array)
+def edges(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U64s, region_ends: U64s, region_slots: U64s,
+          bits: U64s, rank: I32s, address: U64s, size: U64s, seen: U8s, first: I64, last: I64, begins: I32s,
+          targets: I32s, c: I64, lost: I64s):
+    """Append the pointers of rows [first, last) to the CSR `begins`, `targets`, which holds `c` edges; how many then.
+
+    Pointers of a block to itself are left out. `lost` (int64[2]): how often words of blocks were absent, and how many.
+    `targets` must have room for all words of the rows.
+    """
+    low_all, span = region_starts[0], region_ends[len(region_ends) - 1] - region_starts[0]
+    low = high = delta = _ZERO
+    r = 0
+    for row in range(first, last):
+        begins[row] = c
+        if seen[row] == NO_NODE:
+            continue
+        p = address[row]
+        while p >= region_ends[r]:
+            r += 1
+        stop = p + size[row] - _U8
+        if stop > region_ends[r]:
+            stop = region_ends[r]
+        while p < stop:
+            if p < low or p + _U8 > high:
+                k = piece(starts, ends, p)
+                if k < 0 or p + _U8 > ends[k]:
+                    past = (_next_piece(starts, p) + _U7) & _NOT7
+                    if past > stop or past <= p:
+                        past = stop
+                    lost[0] += 1
+                    lost[1] += np.int64((past - p) >> _THREE)
+                    p = past
+                    continue
+                low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
+            end = stop
+            if end > high:
+                end = high & _NOT7
+            for i in range(np.int64((p + delta) >> _THREE), np.int64((end + delta) >> _THREE)):
+                value = words[i]
+                if value - low_all < span:
+                    target = owner(region_starts, region_ends, region_slots, bits, rank, address, size, value)
+                    if target >= 0 and target != row and seen[target] != NO_NODE:
+                        targets[c] = target
+                        c += 1
+            p = end
+    begins[last] = c
+    return c
+
+
+def _pointers_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, seen,
+                    start, stop, places, rows, n):
+    low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
+    for low, high, offset in _pieces_in(starts.tolist(), ends.tolist(), offsets.tolist(), int(start), int(stop)):
+        values = words[offset >> 3:(offset + high - low) >> 3]
+        hits = np.flatnonzero(values - low_all < span)
+        found = np.empty(len(hits), np.int32)
+        owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values[hits], found)
+        keep = found >= 0
+        keep[keep] = seen[found[keep]] != NO_NODE
+        hits, found = hits[keep], found[keep]
+        places[n:n + len(hits)] = np.uint64(low) + hits.astype(np.uint64) * _U8
+        rows[n:n + len(hits)] = found
+        n += len(hits)
+    return n
+
+
+@kernel(_pointers_array)
+def pointers(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U64s, region_ends: U64s,
+             region_slots: U64s, bits: U64s, rank: I32s, address: U64s, size: U64s, seen: U8s, start: U64, stop: U64,
+             places: U64s, rows: I32s, n: I64):
+    """Append each word of [start, stop) that points into a block to `places` (its address) and `rows` (the block);
+    how many there are then. Absent words are stepped over. Both must have room for all words."""
+    low_all, span = region_starts[0], region_ends[len(region_ends) - 1] - region_starts[0]
+    p = (start + _U7) & _NOT7
+    stop = stop & _NOT7
+    while p < stop:
+        k = piece(starts, ends, p)
+        if k < 0 or p + _U8 > ends[k]:
+            past = (_next_piece(starts, p) + _U7) & _NOT7
+            if past <= p:
+                break
+            p = past
+            continue
+        end = stop
+        if end > ends[k]:
+            end = ends[k] & _NOT7
+        at = np.int64((offsets[k] + p - starts[k]) >> _THREE)
+        for i in range(at, at + np.int64((end - p) >> _THREE)):
+            value = words[i]
+            if value - low_all < span:
+                target = owner(region_starts, region_ends, region_slots, bits, rank, address, size, value)
+                if target >= 0 and seen[target] != NO_NODE:
+                    places[n] = p + (np.uint64(i - at) << _THREE)
+                    rows[n] = target
+                    n += 1
+        p = end
+    return n
+
+
+def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, parent, via,
+                first, last, base):
+    starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    region_at = np.searchsorted(region_ends, address[first:last], "right")
+    for region in np.unique(region_at):
+        rows = first + np.flatnonzero(region_at == region)
+        stop = np.minimum(address[rows] + size[rows] - _U8, region_ends[region])
+        for low, high, offset in _pieces_in(starts, ends, offsets, int(address[rows[0]]), int(stop[-1])):
+            values = words[offset >> 3:(offset + high - low) >> 3]
+            hits = np.flatnonzero(values - region_starts[0] < region_ends[-1] - region_starts[0])
+            places = np.uint64(low) + hits.astype(np.uint64) * _U8
+            source = np.searchsorted(address[rows], places, "right") - 1
+            inside = places < stop[source]
+            source, places, values = rows[source[inside]], places[inside], values[hits[inside]]
+            target = np.empty(len(values), np.int32)
+            owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values, target)
+            used = np.flatnonzero((target >= 0) & (parent[target] == source))[::-1]     # the first one is written last
+            via[target[used]] = base - ((places[used] - address[source[used]]) >> _THREE).astype(np.int64)
+    return last
+
+
+@kernel(_used_array)
+def used(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U64s, region_ends: U64s, region_slots: U64s,
+         bits: U64s, rank: I32s, address: U64s, size: U64s, parent: I32s, via: I32s, first: I64, last: I64, base: I64):
+    """Put `base` - k into via[child] of the tree `parent`, where word k of the parent, one of rows [first, last), is the
+    first that points to the child. `via` of these children comes as 1."""
+    low_all, span = region_starts[0], region_ends[len(region_ends) - 1] - region_starts[0]
+    low = high = delta = _ZERO
+    r = 0
+    for row in range(first, last):
+        p = address[row]
+        while p >= region_ends[r]:
+            r += 1
+        stop = p + size[row] - _U8
+        if stop > region_ends[r]:
+            stop = region_ends[r]
+        while p < stop:
+            if p < low or p + _U8 > high:
+                k = piece(starts, ends, p)
+                if k < 0 or p + _U8 > ends[k]:
+                    past = (_next_piece(starts, p) + _U7) & _NOT7
+                    if past > stop or past <= p:
+                        past = stop
+                    p = past
+                    continue
+                low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
+            end = stop
+            if end > high:
+                end = high & _NOT7
+            lead = np.int64((p - address[row]) >> _THREE)
+            begin = np.int64((p + delta) >> _THREE)
+            for i in range(begin, np.int64((end + delta) >> _THREE)):
+                value = words[i]
+                if value - low_all < span:
+                    target = owner(region_starts, region_ends, region_slots, bits, rank, address, size, value)
+                    if target >= 0 and parent[target] == row and via[target] == 1:
+                        via[target] = base - lead - (i - begin)
+            p = end
+    return last

@@ -1,0 +1,112 @@
+"""Groups of rows of the process graph that are held in the same way, with names: frames, paths, the tree as a profile."""
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from ..flame import Profile
+from ..graph.dominators import SEVERAL
+from ..graph.graph import Groups
+from ..graph.process import BLOCK, MEMBER, POOL, Process
+from ..kernels import luajit as kernel
+from .words import Words
+
+_PLAIN = (kernel.TAB, kernel.UPVAL)      # what needs no word of its own in a frame
+#: The heaps that bytes are split by.
+HEAPS = ("Lua", "malloc", "pool")
+
+
+class Folded:
+    """One tree of a `Process`, folded."""
+
+    def __init__(self, process: Process, tree, words: Words):
+        self.process, self.tree, self.words = process, tree, words
+        self.groups: Groups = process.fold(tree)
+        self._frames: dict[int, tuple[str, object]] = {}
+
+    @cached_property
+    def split(self) -> dict[str, np.ndarray]:
+        """Bytes of each group and all below it by heap (int64 over groups)."""
+        process, found = self.process, {}
+        of = self.groups.of_row
+        from ..kernels import graph as graph_kernel
+        for name, mine in (("Lua", process.kind >= kernel.STR), ("malloc", process.kind == BLOCK),
+                           ("pool", process.kind == POOL)):
+            mine = mine & (of >= 0)
+            sums = np.bincount(of[mine], weights=process.own[mine], minlength=len(self.groups)).astype(np.int64)
+            graph_kernel.sum_groups(self.groups.parent, sums, np.zeros(len(self.groups), np.int64))
+            found[name] = sums
+        for place in process.gc_places:          # the VM's own buffers
+            group = int(of[place])
+            if group >= 0:
+                found["Lua"][group] += process.own[place]
+        return found
+
+    def frame(self, group: int) -> str:
+        """A group's frame: a variable, `->next block of 64`, `.cert_cache`, `[*] cdata struct x509_st *`."""
+        if group not in self._frames:
+            self._frames[group] = self._frame(group)
+        return self._frames[group][0]
+
+    def _frame(self, group: int) -> tuple[str, object]:
+        """(frame, what is known of the C type of its row)."""
+        groups, process, words = self.groups, self.process, self.words
+        row, parent = int(groups.row[group]), int(groups.parent[group])
+        if parent < 0:
+            return words.place(row) if row != process.root else "(held from several places)", None
+        above = self.frame(parent)
+        label, kind = int(groups.label[group]), int(groups.kind[group])
+        text, typed = "(several ways)", None
+        if label != SEVERAL:       # what many share is named after one of them
+            held_by = int(self.tree.parent[row])
+            if held_by >= 0:
+                text, typed = words.step(held_by, int(self.tree.via[row]), row, self._frames[parent][1])
+            if label == MEMBER:
+                text = "[*]"
+        if above == "._LOADED" and text.startswith("."):
+            text = text[1:]                      # a module's name
+        if kind in (BLOCK, POOL):
+            text += " " + self._block(group)
+        elif kind not in _PLAIN and not (kind == kernel.PROTO and text == "(prototype)"):
+            text += " " + (words.row(row) if kind in (kernel.FUNC, kernel.CDATA, kernel.UDATA) else kernel.KINDS[kind])
+        return text.strip() + (" (repeated)" if groups.again[group] else ""), typed
+
+    def _block(self, group: int) -> str:
+        """What the blocks of a group are."""
+        groups = self.groups
+        row, count = int(groups.row[group]), int(groups.count[group])
+        name = self.words.row(row)
+        if name.startswith("size ") and int(groups.bytes[group]) != count * int(self.process.own[row]):
+            return "blocks"
+        return name.replace("size ", "block of ") if name.startswith("size ") else name
+
+    def path(self, group: int) -> list[int]:
+        """The groups from the place down to this one."""
+        found = []
+        while group >= 0:
+            found.append(group)
+            group = int(self.groups.parent[group])
+        return found[::-1]
+
+    def path_words(self, group: int) -> list[str]:
+        """The frames of a path."""
+        return [self.frame(one) for one in self.path(group)]
+
+    def add_to(self, profile: Profile, weights: np.ndarray, counts: np.ndarray) -> None:
+        """Add every group with a weight (int64 over groups: bytes, counts) to a profile; the small ones under their parent."""
+        total = weights.copy()
+        from ..kernels import graph as graph_kernel
+        graph_kernel.sum_groups(self.groups.parent, total, np.zeros(len(total), np.int64))
+        least = int(weights.sum()) // 100_000
+        stacks: dict[int, list[str]] = {}
+        for group in np.flatnonzero(total).tolist():
+            parent = int(self.groups.parent[group])
+            if parent < 0:
+                stacks[group] = [self.frame(group)]
+            elif int(total[group]) < least:
+                stacks[group] = stacks[parent] + ["(small)"] if stacks[parent][-1] != "(small)" else stacks[parent]
+            else:
+                stacks[group] = stacks[parent] + [self.frame(group)]
+            if counts[group]:
+                profile.add(stacks[group], int(weights[group]), int(counts[group]))

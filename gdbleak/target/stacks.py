@@ -1,0 +1,97 @@
+"""Where threads keep their stacks, their thread-local storage and their descriptors (struct pthread), ended ones too."""
+from __future__ import annotations
+
+import numpy as np
+
+from .address_space import PAGE
+from .elf import PT_TLS
+from .target import Target
+from .threads import Thread
+
+DESCRIPTOR = 2304              # bytes of a struct pthread that are looked at; releases differ little in it
+_AT_RANDOM = 25                # auxv: points into the main thread's stack
+
+
+def stack_of(target: Target, thread: Thread) -> tuple[int, int] | None:
+    """A thread's stack as its descriptor states it, else the whole mapping that its stack pointer lies in."""
+    if thread.stack is None:
+        return None
+    start, end = thread.stack
+    parts = target.space.present(thread.tp, thread.tp + DESCRIPTOR) if thread.tp & 7 == 0 else []
+    if parts and parts[0][0] == thread.tp:   # stackblock and stackblock_size: two words that enclose sp
+        words = target.space.words_of(thread.tp, parts[0][1] & ~7)
+        base, length, sp = words[:-1], words[1:], np.uint64(thread.sp)
+        fits = ((base | length) & np.uint64(PAGE - 1) == 0) & (base <= sp) & (sp - base < length)
+        for k in np.flatnonzero(fits & (length <= np.uint64(1 << 40))).tolist():
+            return max(start, int(base[k])), min(end, int(base[k]) + int(length[k]))
+    return start, end
+
+
+def tls_of(target: Target, thread: Thread) -> tuple[int, int] | None:
+    """A thread's static TLS, which its modules' PT_TLS measure, and its descriptor."""
+    mapping = target.mapping_at(thread.tp) if thread.tp else None
+    if mapping is None:
+        return None
+    size = sum(int(row["memsz"]) + int(row["align"]) for module in target.modules
+               for row in module.phdrs[module.phdrs["type"] == PT_TLS])
+    below, above = (size, DESCRIPTOR) if thread.arch.tls_below else (DESCRIPTOR, size)
+    return max(thread.tp - below, mapping.start), min(thread.tp + above, mapping.end)
+
+
+def own_stack(target: Target, thread: Thread) -> tuple[int, int] | None:
+    """The stack a thread was started on, even when its stack pointer is elsewhere: its descriptor names it; the main
+    thread's is where the kernel put its arguments."""
+    described = _described_stack(target, thread.tp)
+    if described:
+        return described
+    mapping = target.mapping_at(target.auxv.get(_AT_RANDOM, 0))
+    if mapping and (mapping.start <= thread.sp < mapping.end or thread is target.threads[0]):
+        return mapping.start, mapping.end
+    return thread.stack
+
+
+def live_part(thread: Thread, stack: tuple[int, int]) -> tuple[int, int]:
+    """What of a thread's own stack is alive: from the red zone below its stack pointer up, with what lies above the
+    frames. All of it where the stack pointer is not on it (but on a signal handler's or a coroutine's)."""
+    if stack[0] <= thread.sp < stack[1]:
+        return max(thread.sp - thread.arch.red_zone, stack[0]), stack[1]
+    return stack
+
+
+def _described_stack(target: Target, descriptor: int) -> tuple[int, int] | None:
+    """The stack in which a thread descriptor lies, as it says itself (stackblock, stackblock_size); None otherwise."""
+    if not descriptor or descriptor & 7:
+        return None
+    parts = target.space.present(descriptor, descriptor + DESCRIPTOR)
+    if not parts or parts[0][0] != descriptor:
+        return None
+    words = target.space.words_of(descriptor, parts[0][1] & ~7)
+    base, length, inside = words[:-1], words[1:], np.uint64(descriptor)
+    fits = ((base | length) & np.uint64(PAGE - 1) == 0) & (base <= inside) & (inside - base < length)
+    for k in np.flatnonzero(fits & (length <= np.uint64(1 << 40))).tolist():
+        return int(base[k]), int(base[k]) + int(length[k])
+    return None
+
+
+def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
+    """(descriptor, stack) of threads that have ended and whose stacks glibc keeps for the next one, in `ranges`.
+
+    A descriptor's first and third word name itself.
+    """
+    alive = {thread.tp for thread in target.threads}
+    found = []
+    for start, end in ranges:
+        for low, high in target.space.present((start + 7) & ~7, end & ~7):
+            words = target.space.words_of((low + 7) & ~7, high & ~7)
+            if len(words) < 3:
+                continue
+            first = (low + 7) & ~7
+            for k in range(0, len(words) - 2, 1 << 20):
+                part = words[k:k + (1 << 20)]
+                own = np.arange(len(part), dtype=np.uint64) * np.uint64(8) + np.uint64(first + 8 * k)
+                for j in np.flatnonzero((part == own) & (own & np.uint64(15) == 0)).tolist():
+                    at = int(own[j])
+                    stack = _described_stack(target, at) if target.word(at + 16) == at and at not in alive else None
+                    if stack:
+                        found.append((at, stack))
+    return found

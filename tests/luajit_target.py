@@ -114,6 +114,15 @@ def run_in_phase(name, phase, directory, made=200):
     return run(name, "phase", directory, made, made, PHASES[phase], *where)
 
 
+def make_certificates(directory):
+    """What the certificate leaks of fixtures/luajit/nginx parse: {rsa,ec}.{crt,key} in the fresh `directory`."""
+    directory.mkdir(parents=True)
+    for kind, new in {"rsa": ["rsa:2048"], "ec": ["ec", "-pkeyopt", "ec_paramgen_curve:P-256"]}.items():
+        subprocess.run(["openssl", "req", "-x509", "-nodes", "-days", "3650", "-subj", f"/CN={kind}.example", "-newkey",
+                        *new, "-keyout", directory / f"{kind}.key", "-out", directory / f"{kind}.crt"],
+                       check=True, capture_output=True)
+
+
 class LuaNginx(Nginx):
     """nginx with the Lua module and one leak of fixtures/luajit/nginx, in the directory `prefix`.
 
@@ -143,7 +152,8 @@ class LuaNginx(Nginx):
         self.worker = self.tell()["pid"]
 
     def tell(self):
-        """What the leak knows: `hits`, and the `bytes` that they leaked."""
+        """What the leak knows: `hits`, the `bytes` that they leaked; `native`: how malloc's bytes in use have grown
+        meanwhile, `addresses`: of some of its blocks that the leak holds."""
         return json.loads(self.get("/tell"))
 
     def hit(self, number):
@@ -157,11 +167,14 @@ class LuaNginx(Nginx):
         while b"waiting" not in answer:
             answer += client.recv(4096)
 
-    def core(self):
-        """Let the worker die by itself: the Capture, with `count` in its truth."""
+    def core(self, evict=False):
+        """Let the worker die by itself: the Capture, with `count` in its truth. `evict`: after the leak has dropped
+        what it holds, which is left to be collected."""
         if not kernel_writes_cores():
             raise RuntimeError("core_pattern sends cores elsewhere: echo core >/proc/sys/kernel/core_pattern")
         told = self.tell()
+        if evict:
+            self.get_many(["/evict", *["/nothing"] * 8])
         counts = self.prefix / "counts"
         try:
             self.get(f"/die?counts={counts}")

@@ -209,9 +209,9 @@ def test_tree_of_a_process(native):
     tree, nodes, n = process.tree, native.nodes, len(native.nodes)
 
     def start():
-        return *nodes.buffer, *nodes.index, tree.parent, np.ones(len(process), np.int32), 0, n, graph.NATIVE
+        return *nodes.buffer, *nodes.index, process.begins, tree.parent, np.ones(len(process), np.int32), 0, n, graph.NATIVE
 
-    same(pointers.used, start, (12,))
+    same(pointers.used, start, (13,))
     for row in np.flatnonzero(tree.seen[:n])[:500].tolist():     # each step is a pointer that is there
         above = int(tree.parent[row])
         if 0 <= above < n:

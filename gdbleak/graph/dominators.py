@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import channel
+from ..heaps.blocks import reserve
 from ..kernels import dominators as kernel
 from .graph import Tree
 
@@ -30,20 +31,13 @@ class Dominators:
             channel.progress(f"{count:,} blocks and objects numbered")
         del cursor
         self.vertex, parent = vertex[:count].copy() if count < rows else vertex, parent[:count]
-        leading = self._edges(begins, count)
-        into, sources = np.zeros(count + 1, np.int32), np.empty(leading, np.int32)
+        into, sources = np.zeros(count + 1, np.int32), reserve(int(begins[-1]), np.int32)
         kernel.predecessors(begins, targets, number, self.vertex, count, into, sources)
         semi, label = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)
         above, head, following = (np.full(count, -1, np.int32) for _ in range(3))
         self.dominator = np.empty(count, np.int32)
         kernel.immediate(parent, into, sources, count, semi, label, above, np.empty(count, np.int32), head, following,
                          self.dominator)
-
-    def _edges(self, begins: np.ndarray, count: int) -> int:
-        """How many edges leave the rows that are reached."""
-        if count == len(begins) - 1:
-            return int(begins[-1])
-        return int((begins[self.vertex + 1].astype(np.int64) - begins[self.vertex]).sum())
 
     def __len__(self) -> int:
         return len(self.vertex)
@@ -59,20 +53,14 @@ class Dominators:
         the root -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels, which are kept where they are the
         dominator's own, else the label is SEVERAL."""
         rows = len(self.number)
-        parent, labels, seen = np.full(rows, -1, np.int32), np.full(rows, SEVERAL, np.int32), np.zeros(rows, np.uint8)
+        parent, labels = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
+        kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, parent, labels)
         order = self.vertex[1:]
-        above = self.vertex[self.dominator[1:]]
-        parent[order] = np.where(self.dominator[1:] == 0, -1 - len(roots), above)
-        reached = self.number[roots] > 0
-        own = np.zeros(rows, bool)
-        own[order] = nearest[order] == above
-        labels[own] = via[own]
-        top = roots[reached & (self.dominator[np.maximum(self.number[roots], 0)] == 0)]
-        index = np.zeros(rows, np.int32)
-        index[roots] = np.arange(len(roots))
-        parent[top], labels[top] = -1 - index[top], 0
-        seen[order] = 1
-        return Tree(order, len(order), parent, labels, seen)
+        top = order[self.dominator[1:] == 0]
+        parent[top] = -1 - len(roots)
+        own = np.flatnonzero((self.number[roots] > 0) & (parent[roots] == -1 - len(roots)))
+        parent[roots[own]], labels[roots[own]] = -1 - own, 0
+        return Tree(order, len(order), parent, labels, self.number >= 0)
 
     def child_of_root(self) -> np.ndarray:
         """By row: the row of the child of the root under which it is; -1 for the root and what is not reached."""

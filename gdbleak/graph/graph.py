@@ -46,6 +46,12 @@ class Groups:
     def __len__(self) -> int:
         return len(self.parent)
 
+    def summed(self, weights: np.ndarray) -> np.ndarray:
+        """For each group the weights (int64) of the group and of all below it."""
+        total = weights.astype(np.int64)
+        kernel.sum_groups(self.parent, total)
+        return total
+
 
 @dataclass
 class Graph:
@@ -129,6 +135,6 @@ def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, mem
     n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
                     root_groups, group, slots, *arrays, len(root_rows))
     own = [array[:n].copy() for array in arrays]
-    below_groups, count_below = own[4].copy(), own[5].copy()
-    kernel.sum_groups(own[0], below_groups, count_below)
-    return Groups(*own, below_groups, count_below, group)
+    groups = Groups(*own, own[4], own[5], group)
+    groups.below, groups.count_below = groups.summed(groups.bytes), groups.summed(groups.count)
+    return groups

@@ -22,28 +22,38 @@ from .holders import Holders, take_objects_out
 from .nodes import Nodes
 
 TILE = 100_000                  # rows a kernel call
+BYTES_A_BLOCK = 30              # what the pointers need for each block, beside what the heap itself takes
 EDGES = 2_000_000               # edges a kernel call
 #: What `state` says of a block.
 UNREACHABLE, REACHED, ON_STACK_ONLY, PENDING, NO_NODE = 0, 1, 2, 3, kernel.NO_NODE
 
 
 class Native:
-    """The blocks as `nodes`, their pointers in CSR (`begins`, `targets`, int32), and the state of each."""
+    """The blocks as `nodes`, their pointers in CSR (`begins`, `targets`, int32), and the state of each.
+
+    Behind `begins` and `targets` there is room for what `process.py` appends (`all_begins`, `all_targets`), at no cost.
+    """
 
     def __init__(self, target: Target, heaps: list[GlibcHeap], vms: list):
         self.target, self.vms = target, vms
         self.nodes = nodes = Nodes(target, heaps)
         self.lua_blocks = [take_objects_out(vm, nodes) for vm in vms]
         self.lost = np.zeros(2, np.int64)              # how often words of blocks were absent, and how many
-        self.begins = np.zeros(len(nodes) + 1, np.int32)
-        self.targets = reserve(int(nodes.size.sum()) // 8 if len(nodes) else 0, np.int32)
+        check_room(len(nodes), BYTES_A_BLOCK, "the pointers between them")
+        objects = sum(len(vm.objects) + len(vm.graph.targets) + len(vm.graph.roots) for vm in vms)
+        more = objects + 2 * len(self.roots.row) + sum(len(held.block) for held in self.holders) + 2 * len(vms) + 2
+        words = int(nodes.size.sum()) // 8 if len(nodes) else 0
+        self.all_begins, self.all_targets = reserve(len(nodes) + more, np.int32), reserve(words + more, np.int32)
+        self.begins = self.all_begins[:len(nodes) + 1]
         self.edges = 0
         for first in range(0, len(nodes), TILE):
             last = min(first + TILE, len(nodes))
-            self.edges = int(kernel.edges(*nodes.buffer, *nodes.index, nodes.seen, first, last, self.begins, self.targets,
-                                          self.edges, self.lost))
+            self.edges = int(kernel.edges(*nodes.buffer, *nodes.index, nodes.seen, first, last, self.begins,
+                                          self.all_targets, self.edges, self.lost))
+            if self.edges >= (1 << 31) - (1 << 24):
+                raise MemoryError("more than 2,147,483,647 pointers between blocks: more than this graph can hold")
             channel.progress(f"pointers of {last:,} blocks read")
-        self.targets = self.targets[:self.edges]
+        self.targets = self.all_targets[:self.edges]
 
     @cached_property
     def roots(self) -> roots.Roots:
@@ -106,6 +116,19 @@ class Native:
     def on_stack(self) -> "OnStack":
         """What hangs on one stack word, or register, alone."""
         return OnStack(self)
+
+
+def check_room(blocks: int, each: int, what: str) -> None:
+    """Raise MemoryError before starting on what this machine has no memory for."""
+    try:
+        with open("/proc/meminfo") as stream:
+            fields = dict(line.split(":") for line in stream)
+        available = 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return
+    if blocks * each > available:
+        raise MemoryError(f"{blocks:,} blocks: {what} need about {blocks * each >> 20:,} MB of memory, and {available >> 20:,} MB "
+                          "are available here; leak-sizes and leak-blocks need none of it")
 
 
 class Leaks:

@@ -20,9 +20,10 @@ from ..runtimes.luajit_names import prototype_rows
 from . import roots
 from .dominators import Dominators
 from .graph import Groups, Tree, fold
-from .native import EDGES, NO_NODE, TILE, Native
+from .native import EDGES, NO_NODE, TILE, Native, check_room
 
 BLOCK, POOL, PLACE, ROOT = 1, 2, 0, 3           # kinds of rows; Lua objects have the kinds of kernels.luajit, 4 and up
+BYTES_A_ROW = 90                # what trees and dominators need for each row
 ROOT_NAME = -(1 << 19)                          # label ROOT_NAME - k: a GC root
 MEMBER = -(1 << 18)                             # label of one of many like siblings
 _UNKNOWN = 1
@@ -45,13 +46,9 @@ class Process:
         self.root_names = [list(dict.fromkeys(name for name, _ in vm.graph.roots)) for vm in native.vms]
         self.gc_places = [last + len(self.places) + k for k in range(len(native.vms))]
         self.root = last + len(self.places) + len(native.vms)
-        lua_edges = sum(len(vm.graph.targets) + len(held.block) + len(vm.graph.roots)
-                        for vm, held in zip(native.vms, native.holders))
-        room = c + lua_edges + len(native.roots.row) + self.root - self.first_place
-        self.begins = np.zeros(self.root + 2, np.int32)
-        self.targets, self.labels = np.empty(room, np.int32), reserve(room, np.int32)
-        self.begins[:blocks + 1] = native.begins
-        self.targets[:c] = native.targets
+        check_room(self.root, BYTES_A_ROW, "the paths and dominators")
+        self.begins, self.targets = native.all_begins[:self.root + 2], native.all_targets
+        self.labels = reserve(len(self.targets), np.int32)         # of blocks' pointers none are kept
         self.own = np.zeros(self.root + 1, np.int64)
         self.kind = np.zeros(self.root + 1, np.uint8)
         self.own[:blocks] = native.nodes.size
@@ -171,7 +168,7 @@ class Process:
         via[parent < 0] = 0
         nodes = self.nodes
         for first in range(0, blocks, TILE):
-            kernel.used(*nodes.buffer, *nodes.index, parent, via, first, min(first + TILE, blocks), NATIVE)
+            kernel.used(*nodes.buffer, *nodes.index, self.begins, parent, via, first, min(first + TILE, blocks), NATIVE)
         via[via == _UNKNOWN] = MEMBER
         return via
 
@@ -200,7 +197,7 @@ class Process:
             return MEMBER
         parent, via = np.full(len(self.nodes), -1, np.int32), np.full(len(self.nodes), _UNKNOWN, np.int32)
         parent[target] = source
-        kernel.used(*self.nodes.buffer, *self.nodes.index, parent, via, source, source + 1, NATIVE)
+        kernel.used(*self.nodes.buffer, *self.nodes.index, self.begins, parent, via, source, source + 1, NATIVE)
         return int(via[target])
 
     # -- dominators ----------------------------------------------------------------------------------------------------

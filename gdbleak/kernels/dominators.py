@@ -41,7 +41,7 @@ def _preorder(begins: I32s, targets: I32s, cursor: I32s, number: I32s, vertex: I
 
 
 def _predecessors(begins: I32s, targets: I32s, number: I32s, vertex: I32s, count: I64, into: I32s, sources: I32s):
-    """The edges between numbered rows turned round: `into` (count + 1, zeroed), `sources` (as many as edges).
+    """The edges between numbered rows turned round: `into` (count + 1, zeroed), `sources` (room for all edges); how many.
 
     sources[into[k]:into[k + 1]] are the numbers of the rows with an edge to number k.
     """
@@ -51,6 +51,7 @@ def _predecessors(begins: I32s, targets: I32s, number: I32s, vertex: I32s, count
             into[number[targets[c]] + 1] += 1
     for k in range(count):
         into[k + 1] += into[k]
+    total = into[count]
     k = count - 1
     while k >= 0:
         row = vertex[k]
@@ -59,7 +60,6 @@ def _predecessors(begins: I32s, targets: I32s, number: I32s, vertex: I32s, count
             into[to] -= 1               # the end of each becomes its beginning
             sources[into[to]] = k
         k -= 1
-    total = len(sources)
     for k in range(count):
         into[k] = into[k + 1]
     into[count] = total
@@ -127,7 +127,18 @@ def _retain(dominator: I32s, count: I64, total: I64s):
     return count
 
 
+def _tree(vertex: I32s, dominator: I32s, count: I64, nearest: I32s, via: I32s, several: I64, parent: I32s, labels: I32s):
+    """The dominator tree by row: parent[row], and its label, which is via[row] where nearest[row] (the row it is reached from
+    first) is the dominator, else `several`. The root's children get the root as their parent."""
+    for k in range(1, count):
+        row, above = vertex[k], vertex[dominator[k]]
+        parent[row] = above
+        labels[row] = via[row] if nearest[row] == above else several
+    return count
+
+
 preorder = kernel(in_python(_preorder))(_preorder)
 predecessors = kernel(in_python(_predecessors))(_predecessors)
 immediate = kernel(in_python(_immediate))(_immediate)
 retain = kernel(in_python(_retain))(_retain)
+tree = kernel(in_python(_tree))(_tree)

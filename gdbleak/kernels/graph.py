@@ -74,13 +74,12 @@ def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
     return count
 
 
-def _sum_groups(parent: I32s, bytes: I64s, count: I64s):
-    """Add what each group has to the one above it, which has a lower number; -1: none."""
+def _sum_groups(parent: I32s, total: I64s):
+    """Add each group's `total` to that of the one above it, which has a lower number; -1: none."""
     k = len(parent) - 1
     while k >= 0:
         if parent[k] >= 0:
-            bytes[parent[k]] += bytes[k]
-            count[parent[k]] += count[k]
+            total[parent[k]] += total[k]
         k -= 1
     return len(parent)
 

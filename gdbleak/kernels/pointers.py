@@ -184,12 +184,13 @@ def pointers(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts
     return n
 
 
-def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, parent, via,
-                first, last, base):
+def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, begins, parent,
+                via, first, last, base):
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
-    region_at = np.searchsorted(region_ends, address[first:last], "right")
+    pointing = first + np.flatnonzero(begins[first + 1:last + 1] > begins[first:last])
+    region_at = np.searchsorted(region_ends, address[pointing], "right")
     for region in np.unique(region_at):
-        rows = first + np.flatnonzero(region_at == region)
+        rows = pointing[region_at == region]
         stop = np.minimum(address[rows] + size[rows] - _U8, region_ends[region])
         for low, high, offset in _pieces_in(starts, ends, offsets, int(address[rows[0]]), int(stop[-1])):
             values = words[offset >> 3:(offset + high - low) >> 3]
@@ -207,13 +208,15 @@ def _used_array(words, starts, ends, offsets, region_starts, region_ends, region
 
 @kernel(_used_array)
 def used(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U64s, region_ends: U64s, region_slots: U64s,
-         bits: U64s, rank: I32s, address: U64s, size: U64s, parent: I32s, via: I32s, first: I64, last: I64, base: I64):
+         bits: U64s, rank: I32s, address: U64s, size: U64s, begins: I32s, parent: I32s, via: I32s, first: I64, last: I64, base: I64):
     """Put `base` - k into via[child] of the tree `parent`, where word k of the parent, one of rows [first, last), is the
-    first that points to the child. `via` of these children comes as 1."""
+    first that points to the child. `via` of these children comes as 1. `begins`: which rows have pointers at all."""
     low_all, span = region_starts[0], region_ends[len(region_ends) - 1] - region_starts[0]
     low = high = delta = _ZERO
     r = 0
     for row in range(first, last):
+        if begins[row + 1] == begins[row]:
+            continue
         p = address[row]
         while p >= region_ends[r]:
             r += 1

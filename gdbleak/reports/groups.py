@@ -8,7 +8,7 @@ import numpy as np
 from ..flame import Profile
 from ..graph.dominators import SEVERAL
 from ..graph.graph import Groups
-from ..graph.process import BLOCK, MEMBER, POOL, Process
+from ..graph.process import BLOCK, MEMBER, PLACE, POOL, Process
 from ..kernels import luajit as kernel
 from .words import Words
 
@@ -28,19 +28,10 @@ class Folded:
     @cached_property
     def split(self) -> dict[str, np.ndarray]:
         """Bytes of each group and all below it by heap (int64 over groups)."""
-        process, found = self.process, {}
-        of = self.groups.of_row
-        from ..kernels import graph as graph_kernel
-        for name, mine in (("Lua", process.kind >= kernel.STR), ("malloc", process.kind == BLOCK),
-                           ("pool", process.kind == POOL)):
-            mine = mine & (of >= 0)
-            sums = np.bincount(of[mine], weights=process.own[mine], minlength=len(self.groups)).astype(np.int64)
-            graph_kernel.sum_groups(self.groups.parent, sums, np.zeros(len(self.groups), np.int64))
-            found[name] = sums
-        for place in process.gc_places:          # the VM's own buffers
-            group = int(of[place])
-            if group >= 0:
-                found["Lua"][group] += process.own[place]
+        groups, found = self.groups, {}
+        for name, mine in (("Lua", groups.kind >= kernel.STR), ("malloc", groups.kind == BLOCK), ("pool", groups.kind == POOL)):
+            found[name] = groups.summed(np.where(mine, groups.bytes, 0))
+        found["Lua"] += groups.summed(np.where(groups.kind == PLACE, groups.bytes, 0))       # the VMs' own buffers
         return found
 
     def frame(self, group: int) -> str:
@@ -95,9 +86,7 @@ class Folded:
 
     def add_to(self, profile: Profile, weights: np.ndarray, counts: np.ndarray) -> None:
         """Add every group with a weight (int64 over groups: bytes, counts) to a profile; the small ones under their parent."""
-        total = weights.copy()
-        from ..kernels import graph as graph_kernel
-        graph_kernel.sum_groups(self.groups.parent, total, np.zeros(len(total), np.int64))
+        total = self.groups.summed(weights)
         least = int(weights.sum()) // 100_000
         stacks: dict[int, list[str]] = {}
         for group in np.flatnonzero(total).tolist():

@@ -116,7 +116,7 @@ def _totals(report: Report, native: Native, wanted: np.ndarray, chosen: str) -> 
     leaks, nodes = native.leaks, native.nodes
     rows, direct = leaks.rows[wanted], leaks.rows[wanted & leaks.direct]
     size = nodes.size
-    in_use = int(size[native.state != states.NO_NODE].sum())
+    in_use = int(np.sum(size, where=native.state != states.NO_NODE))
     total, own = int(size[rows].sum()), int(size[direct].sum())
     pending, stacked = native.rows_of(states.PENDING), native.on_stack
     alone = stacked.rows[stacked.word >= 0]

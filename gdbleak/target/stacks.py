@@ -87,11 +87,11 @@ def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[tuple[i
                 continue
             first = (low + 7) & ~7
             for k in range(0, len(words) - 2, 1 << 20):
-                part = words[k:k + (1 << 20)]
-                own = np.arange(len(part), dtype=np.uint64) * np.uint64(8) + np.uint64(first + 8 * k)
-                for j in np.flatnonzero((part == own) & (own & np.uint64(15) == 0)).tolist():
-                    at = int(own[j])
-                    stack = _described_stack(target, at) if target.word(at + 16) == at and at not in alive else None
+                part = words[k:k + (1 << 20) + 2]
+                twice = np.flatnonzero(part[:-2] == part[2:])
+                own = np.uint64(first + 8 * k) + twice.astype(np.uint64) * np.uint64(8)
+                for at in own[part[twice] == own].tolist():
+                    stack = _described_stack(target, at) if at not in alive else None
                     if stack:
                         found.append((at, stack))
     return found

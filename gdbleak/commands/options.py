@@ -8,6 +8,7 @@ COMMANDS = {
     "mallinfo": "what mallinfo2() would return in the process now, and per arena",
     "sizes": "block sizes of the malloc heaps: in use, free and tcached side by side",
     "blocks": "list malloc blocks by size, state and arena, with their contents on request",
+    "types": "malloc blocks by type: C++ classes, nodes of containers, pools, OpenSSL, by contents, by size",
     "pools": "nginx memory pools: by kind and creator, the largest, those that nothing reaches",
     "shm": "nginx shared memory zones and their slab pages",
     "gc": "LuaJIT objects by type, what is dead, the self-check gc.total, and LuaJIT's allocator",
@@ -112,6 +113,14 @@ def _blocks(build):
     _flame(build, "arena -> state -> size class")
 
 
+def _types(build):
+    _set(build)
+    build.set_defaults(state="in-use")
+    _top(build, 40)
+    _min_bytes(build)
+    _flame(build, "kind of type -> type")
+
+
 def _pools(build):
     build.add_argument("address", nargs="?", help="show this one pool whole")
     build.add_argument("--unreached", action="store_true", help="only pools that nothing known reaches")
@@ -133,6 +142,8 @@ def _gc(build):
 
 def _gc_refs(build):
     build.add_argument("--by", choices=("bytes", "count"), default="bytes", help="what a width means (default bytes)")
+    build.add_argument("--dominators", action="store_true",
+                       help="put each object below the one that alone keeps it alive, in the place of its shortest path")
     _top(build, 40)
     _flame(build, "GC roots -> registry -> ... -> object")
 
@@ -178,6 +189,6 @@ def _what(build):
     _address(build)
 
 
-_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "pools": _pools, "shm": _shm,
-        "gc": _gc, "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "unreachable": _unreachable,
+_ADD = {"memory": _memory, "mallinfo": _mallinfo, "sizes": _sizes, "blocks": _blocks, "types": _types,
+        "pools": _pools, "shm": _shm, "gc": _gc, "gc-refs": _gc_refs, "gc-stacks": _gc_stacks, "unreachable": _unreachable,
         "retained": _retained, "path": _path, "refs": _refs, "what": _what}

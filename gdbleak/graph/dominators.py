@@ -8,7 +8,8 @@ from ..heaps.blocks import reserve
 from ..kernels import dominators as kernel
 from .graph import Tree
 
-SEVERAL = -(1 << 18) - 1        # label of a row that its dominator holds in several ways
+SEVERAL = -(1 << 18) - 1        # label, down to 2 * SEVERAL, of a row that its dominator holds in several ways
+LARGE = 48                      # what retains 1/LARGE of everything is large
 TILE = 4_000_000                # steps a kernel call
 
 
@@ -48,19 +49,21 @@ class Dominators:
         kernel.retain(self.dominator, len(self), total)
         return total
 
-    def tree(self, via: np.ndarray, nearest: np.ndarray, roots: np.ndarray) -> Tree:
-        """The dominator tree as a `Tree`, its root left out: a row of `roots` has -1 - its index as parent, another child of
-        the root -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels, which are kept where they are the
-        dominator's own, else the label is SEVERAL."""
-        rows = len(self.number)
+    def tree(self, via: np.ndarray, nearest: np.ndarray, roots: np.ndarray, own: np.ndarray) -> Tree:
+        """The dominator tree as a `Tree`: a row of `roots` that is a child of the root has -1 - its index as parent, the root
+        itself, above what several of them lead to, -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels, which are kept where they are the
+        dominator's own, else the label is SEVERAL, or less for the large ones (by `own`, int64) right below the root, each of
+        which stands for itself."""
+        rows, root = len(self.number), int(self.vertex[0])
         parent, labels = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
         kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, parent, labels)
-        order = self.vertex[1:]
-        top = order[self.dominator[1:] == 0]
-        parent[top] = -1 - len(roots)
-        own = np.flatnonzero((self.number[roots] > 0) & (parent[roots] == -1 - len(roots)))
-        parent[roots[own]], labels[roots[own]] = -1 - own, 0
-        return Tree(order, len(order), parent, labels, self.number >= 0)
+        retained = self.retained(own)
+        heavy = np.flatnonzero((self.dominator == 0) & (LARGE * retained >= retained[0]))[1:]
+        labels[self.vertex[heavy]] = SEVERAL - 1 - np.arange(len(heavy))
+        top = np.flatnonzero(parent[roots] == root)
+        parent[roots[top]], labels[roots[top]] = -1 - top, 0
+        parent[root] = -1 - len(roots)
+        return Tree(self.vertex, len(self), parent, labels, self.number >= 0, root)
 
     def child_of_root(self) -> np.ndarray:
         """By row: the row of the child of the root under which it is; -1 for the root and what is not reached."""

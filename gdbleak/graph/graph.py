@@ -23,6 +23,7 @@ class Tree:
     parent: np.ndarray
     via: np.ndarray
     seen: np.ndarray
+    root: int = -1                 # a row in it that stands for all roots
 
 
 @dataclass
@@ -104,16 +105,35 @@ class Graph:
         sources = np.searchsorted(self.begins, at, "right") - 1
         return [(int(source), int(self.labels[k])) for source, k in zip(sources, at)]
 
-    def fold(self, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, few: int = 48) -> Groups:
-        """The tree with rows of the same shape as one group.
+    def dominator_tree(self, own: np.ndarray) -> Tree:
+        """Each row below the one without which the roots would not reach it. Roots as in `tree`; one row more, the last, is
+        above what several roots lead to. `own`: bytes of each row (int64)."""
+        from .dominators import Dominators
+        tree, names = self.tree, len(self.roots)
+        number = dict(reversed([(row, k) for k, (_, row) in enumerate(self.roots)]))     # by row, of its first name
+        rows = np.array(list(number), np.int32)
+        begins = np.append(self.begins, self.begins[-1] + np.int32(len(rows)))
+        dominators = Dominators(begins, np.concatenate([self.targets, rows]), len(self))
+        via, nearest = np.append(tree.via, np.int32(0)), np.append(tree.parent, np.int32(-1))
+        found = dominators.tree(via, nearest, rows, np.append(own, 0))
+        top = found.parent[rows] < 0
+        found.parent[rows[top]] = -1 - np.array(list(number.values()))[top]
+        found.parent[found.root] = -1 - names
+        return found
+
+    def fold(self, tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, few: int = 48) -> Groups:
+        """`tree` or `dominator_tree` with rows of the same shape as one group; the first groups are those of the names of
+        the roots, then one of what several roots lead to.
         `size`: int64, `kind`: uint8, `detail`: int32, each over rows."""
         names = list(dict.fromkeys(name for name, _ in self.roots))
         number_of = {name: k for k, name in enumerate(names)}
-        root_groups = np.array([number_of[name] for name, _ in self.roots], np.int32)
-        rows = np.zeros(len(names), np.int32)
+        root_groups = np.array([number_of[name] for name, _ in self.roots] + [len(names)], np.int32)
+        rows = np.zeros(len(names) + 1, np.int32)
         for name, row in reversed(self.roots):
             rows[number_of[name]] = row
-        return fold(self.tree, size, kind, detail, member, root_groups, rows, few)
+        if tree.root >= 0:
+            size, kind, detail = (np.append(column, column.dtype.type(0)) for column in (size, kind, detail))
+        return fold(tree, size, kind, detail, member, root_groups, rows, few)
 
 
 def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, root_groups: np.ndarray,
@@ -135,6 +155,8 @@ def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, mem
     n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
                     root_groups, group, slots, *arrays, len(root_rows))
     own = [array[:n].copy() for array in arrays]
+    if tree.root >= 0:
+        own[5][group[tree.root]] -= 1
     groups = Groups(*own, own[4], own[5], group)
     groups.below, groups.count_below = groups.summed(groups.bytes), groups.summed(groups.count)
     return groups

@@ -24,7 +24,7 @@ from .native import EDGES, NO_NODE, TILE, Native, check_room
 
 BLOCK, POOL, PLACE, ROOT = 1, 2, 0, 3           # kinds of rows; Lua objects have the kinds of kernels.luajit, 4 and up
 BYTES_A_ROW = 90                # what trees and dominators need for each row
-ROOT_NAME = -(1 << 19)                          # label ROOT_NAME - k: a GC root
+ROOT_NAME = -(3 << 18)                          # label ROOT_NAME - k: a GC root
 MEMBER = -(1 << 18)                             # label of one of many like siblings
 _UNKNOWN = 1
 
@@ -210,7 +210,7 @@ class Process:
     def dominator_tree(self) -> Tree:
         """The dominator tree with labels; its top are the places (seeds) and what several of them lead to."""
         tree = self.tree
-        return self.dominators.tree(tree.via, tree.parent, self.seeds)
+        return self.dominators.tree(tree.via, tree.parent, self.seeds, self.own)
 
     # -- shapes --------------------------------------------------------------------------------------------------------
     @cached_property

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..kernels import lj_alloc as kernel
 from ..target.address_space import Absent
 from ..target.layout import struct
@@ -15,7 +17,11 @@ from ..target.target import Target
 MSPACE = struct(864, dvsize=(8, "u8"), topsize=(16, "u8"), dv=(24, "u8"), top=(32, "u8"), seg_base=(840, "u8"),
                 seg_size=(848, "u8"), seg_next=(856, "u8"))
 SEGMENT = struct(24, base=(0, "u8"), size=(8, "u8"), next=(16, "u8"))
-DIRECT = 128 << 10              # blocks from here on can have a mapping of their own
+DIRECT = 128 << 10              # blocks from here on can get a mapping of their own
+SHRUNK = 241                    # ... and keep one when they shrink, down to this
+_MIN_CHUNK, _FENCE = 32, 0xb
+_FOOT = 32                      # bytes of a block's own mapping that are not its chunk
+_KEPT = 64 << 10                # such a mapping is kept as it is while no more than this is idle in it
 
 
 @dataclass
@@ -36,10 +42,12 @@ class Segment:
 @dataclass
 class LjAlloc:
     """One mspace: its segments, and the mappings of blocks of 128 KiB and more that have one of their own
-    (start, size)."""
+    (start, size). `records`: addresses of the allocator's own records of segments."""
 
     address: int
+    top: int = 0
     segments: list[Segment] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
     direct: list[tuple[int, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -63,6 +71,7 @@ def read(target: Target, address: int) -> LjAlloc | None:
     space, heap = target.space, LjAlloc(address)
     try:
         mspace = space.struct(address, MSPACE)
+        heap.top = int(mspace["top"])
         at, seen = address + MSPACE.fields["seg_base"][1], set()
         while at and at not in seen:
             seen.add(at)
@@ -71,25 +80,31 @@ def read(target: Target, address: int) -> LjAlloc | None:
             if not segment.size or segment.start & 15 or segment.size > 1 << 46:
                 return None
             heap.segments.append(segment)
+            heap.records.append(at)
             at = int(row["next"])
     except Absent:
         return None
     if not any(segment.start <= address < segment.start + segment.size for segment in heap.segments):
         return None
     for segment in heap.segments:
-        _walk(target, heap, segment, int(mspace["top"]), int(mspace["topsize"]))
+        _measure(target, heap, segment, int(mspace["topsize"]))
     return heap
 
 
-def _walk(target: Target, heap: LjAlloc, segment: Segment, top: int, top_size: int) -> None:
-    """Fill in what a segment holds."""
-    stop = segment.start + segment.size
-    space = target.space
+def _walk(target: Target, heap: LjAlloc, segment: Segment, address: np.ndarray, size: np.ndarray) -> tuple[int, ...]:
+    """What the kernel says of a segment's chunks; as many of those in use as there is room for in these arrays."""
+    space, stop = target.space, segment.start + segment.size
     table = space.table([(segment.start, stop)])
-    found = kernel.walk(space.words, table.starts, table.ends, table.offsets, segment.start, stop, top)
+    return tuple(int(x) for x in kernel.walk(space.words, table.starts, table.ends, table.offsets, segment.start, stop,
+                                             heap.top, address, size))
+
+
+def _measure(target: Target, heap: LjAlloc, segment: Segment, top_size: int) -> None:
+    """Fill in what a segment holds."""
+    stop, none = segment.start + segment.size, np.zeros(0, np.uint64)
     (segment.in_use_chunks, segment.in_use_bytes, segment.free_chunks, segment.free_bytes,
-     end, why) = (int(x) for x in found)
-    if end == top:
+     end, why) = _walk(target, heap, segment, none, none)
+    if end == heap.top:
         segment.top_bytes = min(top_size, stop - end)
     rest = stop - end - segment.top_bytes
     if why:
@@ -99,14 +114,49 @@ def _walk(target: Target, heap: LjAlloc, segment: Segment, top: int, top_size: i
         segment.overhead = rest
 
 
+def chunks(target: Target, heap: LjAlloc) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """All chunks in use, those with a mapping of their own too, by address; the allocator's own are not among them.
+
+    (address, size, the fewest and the most bytes that can have been asked for), all int64. A block begins 16 bytes
+    behind its chunk.
+    """
+    found = [np.zeros((2, 0), np.uint64)]
+    for segment in heap.segments:
+        found.append(np.zeros((2, segment.in_use_chunks), np.uint64))
+        _walk(target, heap, segment, *found[-1])
+    in_segments = np.concatenate(found, 1)
+    address, size = np.concatenate([in_segments, _own_mappings(target, heap)], 1).astype(np.int64)
+    # What is too small to be a chunk stays with the one that it was split off; a mapping is kept while it fits well.
+    slack = np.where(np.arange(len(address)) < in_segments.shape[1], _MIN_CHUNK - 8, _KEPT)
+    least = np.where(size - slack <= _MIN_CHUNK, 1, size - slack - 15)
+    order = np.argsort(address, kind="stable")
+    order = order[~np.isin(address[order] + 16, [heap.address, *heap.records])]
+    return address[order], size[order], least[order], size[order] - 8
+
+
+def _own_mappings(target: Target, heap: LjAlloc) -> np.ndarray:
+    """Addresses and sizes of the chunks that have a mapping of their own: wherever a page outside of the segments
+    begins as such a chunk does (two rows, uint64)."""
+    pages = [np.arange((start + 4095) & ~4095, end, 4096, dtype=np.uint64) for start, end in target.anonymous()]
+    page = np.concatenate(pages) if pages else np.zeros(0, np.uint64)
+    for segment in heap.segments:
+        page = page[(page < segment.start) | (page >= segment.start + segment.size)]
+    feet, _ = target.space.gather(page, np.uint64)
+    page = page[feet == 1]
+    heads, _ = target.space.gather(page + np.uint64(8), np.uint64)
+    size = heads & ~np.uint64(3)
+    fences, there = target.space.gather(page + size + np.uint64(8), np.uint64)
+    found = (heads & np.uint64(3) == 2) & (size + np.uint64(_FOOT) & np.uint64(4095) == 0) & there & (fences == _FENCE)
+    return np.stack([page[found], size[found]])
+
+
 def direct_mapping(target: Target, block: int) -> tuple[int, int] | None:
     """(start, size) of the mapping of a block that lj_alloc mapped by itself, None when the block is no such one.
 
-    Such a block's chunk has bit 0 of prev_foot set and bit 0 of head clear; 32 bytes of the mapping are not its own.
+    Its chunk begins the mapping: it has bit 0 of prev_foot set and bit 0 of head clear, and a fencepost behind it.
     """
-    foot, head = target.word(block - 16), target.word(block - 8)
-    if foot is None or head is None or not foot & 1 or head & 1:
+    start = (block - 16) & ~4095
+    foot, head = target.word(start), target.word(start + 8)
+    if foot != 1 or head is None or head & 3 != 2 or target.word(start + (head & ~3) + 8) != _FENCE:
         return None
-    offset, size = foot & ~1, head & ~3
-    start = block - 16 - offset
-    return (start, size + offset + 32) if not start & 4095 and size >= DIRECT - 32 and offset < 4096 else None
+    return start, (head & ~3) + _FOOT

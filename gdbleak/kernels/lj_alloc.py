@@ -14,7 +14,7 @@ _NOT3 = np.uint64(0xfffffffffffffffc)
 DONE, BROKEN = 0, 1
 
 
-def _walk_array(words, starts, ends, offsets, start, stop, top):
+def _walk_array(words, starts, ends, offsets, start, stop, top, address, size_of):
     memory = memoryview(words)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
     p, top, stop = int(start), int(top), int(stop)
@@ -32,6 +32,8 @@ def _walk_array(words, starts, ends, offsets, start, stop, top):
         if size < 32 or size & 7 or size > stop - p:
             return used, used_bytes, free, free_bytes, p, BROKEN
         if head & 2:
+            if used < len(address):
+                address[used], size_of[used] = p, size
             used, used_bytes = used + 1, used_bytes + size
         else:
             free, free_bytes = free + 1, free_bytes + size
@@ -40,9 +42,13 @@ def _walk_array(words, starts, ends, offsets, start, stop, top):
 
 
 @kernel(_walk_array)
-def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, top: U64):
+def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop: U64, top: U64, address: U64s,
+         size_of: U64s):
     """Walk the chunks of [start, stop) up to `top` or the fencepost;
-    (in use, their bytes, free, their bytes, where it ended, why)."""
+    (in use, their bytes, free, their bytes, where it ended, why).
+
+    As many of those in use as these have room for are put into `address` and `size_of`.
+    """
     used, used_bytes, free, free_bytes = 0, 0, 0, 0
     p = start
     while p < stop:
@@ -58,6 +64,9 @@ def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, start: U64, stop:
         if size < _U32 or (size & (_U8 - _ONE)) != _ZERO or size > stop - p:
             return used, used_bytes, free, free_bytes, p, BROKEN
         if head & _TWO:
+            if used < len(address):
+                address[used] = p
+                size_of[used] = size
             used += 1
             used_bytes += np.int64(size)
         else:

@@ -8,6 +8,7 @@ import numpy as np
 from ..kernels import luajit as kernel
 from ..runtimes import luajit_layouts
 from ..runtimes.luajit import VM, finalizer_table, table_nodes
+from ..runtimes.luajit_flight import Flight, in_flight
 from ..runtimes.luajit_names import Names
 from ..target.address_space import Absent
 from ..target.target import TargetError
@@ -51,34 +52,52 @@ def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
     """Say which VM this is, how its layout is known, and whether its sum closes."""
     which = f" {number + 1} of {count}" if count > 1 else ""
     owner = f" of {vm.owner}" if vm.owner else ""
-    report.say(f"LuaJIT VM{which}{owner} at {vm.main:#x}, found by {vm.found_by}: layout of "
-               f"{luajit_layouts.FAMILIES[vm.layout.family]}, {'GC64' if vm.layout.gc64 else '32-bit references'} "
-               f"(from tables, by fingerprint); collector: {vm.state}")
+    references = "GC64" if vm.layout.gc64 else "32-bit references"
+    layout = f"layout from debug information, {references}" if vm.layout.source == "debug information" else \
+        f"layout of {luajit_layouts.FAMILIES[vm.layout.family]}, {references} (from tables, by fingerprint)"
+    report.say(f"LuaJIT VM{which}{owner} at {vm.main:#x}, found by {vm.found_by}: {layout}; collector: {vm.state}")
     vm.graph   # for the notes it makes
     check = vm.check()
     report.add(Data({"type": "check", "name": f"gc.total of the VM at {vm.main:#x}", "ours": check.ours,
                      "truth": check.truth, "gap": check.gap}))
     if check.gap:
-        report.say(f"  self-check FAILED: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, "
+        explained, words = _explain(vm, check.gap)
+        verdict = "self-check: explained gap" if explained else "self-check FAILED"
+        report.say(f"  {verdict}: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, "
                    f"gap {check.gap:+,} bytes")
-        report.say(f"  {_explain(vm, check.gap)}")
+        report.say(f"  {words}")
     else:
         report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
     for note in vm.notes:
         report.say(f"  note: {note}")
 
 
-def _explain(vm: VM, gap: int) -> str:
-    """What can explain a gap, from where the threads stood and what the collector did."""
+def _explain(vm: VM, gap: int) -> tuple[bool, str]:
+    """(whether a gap is one that a stop can make, and proven; what explains it in words), from the allocator's
+    chunks, from where the threads stood and from what the collector did."""
     inside = [thread for thread in vm.target.threads if vm.runs(thread.pc)]
     where = ", ".join(f"thread {t.lwp} at {printable(vm.target.name_of(t.pc) or hex(t.pc), 60)}" for t in inside[:3])
     stood = f"stopped inside LuaJIT ({where})" if inside else "no thread stood in LuaJIT's own code"
+    flight = in_flight(vm, gap)
+    if flight is not None and flight.counted is not None:
+        return not flight.named, f"explained: {_under_way(flight)}; {stood}"
     if gap < 0:
-        return (f"{stood}: an object that LuaJIT has counted and not linked yet, as while a string is copied in, would "
-                f"explain {-gap:,} bytes")
+        return False, (f"{stood}: an object that LuaJIT has counted and not linked yet, as while a string is copied in, "
+                       f"would explain {-gap:,} bytes")
     if vm.state.startswith("sweep"):
-        return f"{stood}: objects that the sweep has freed and not unlinked yet would explain {gap:,} bytes"
-    return f"{stood}: nothing known explains {gap:,} bytes too many; the layout may not fit this build"
+        return False, f"{stood}: objects that the sweep has freed and not unlinked yet would explain {gap:,} bytes"
+    return False, f"{stood}: nothing known explains {gap:,} bytes too many; the layout may not fit this build"
+
+
+def _under_way(flight: Flight) -> str:
+    """The operation that a stop has caught, which makes up the gap."""
+    if not flight.chunks:
+        return "freed, and named still: " + ", ".join(f"{size:,} bytes at {at:#x}" for at, size in flight.gone)
+    count = f"{len(flight.chunks)} allocations" if len(flight.chunks) > 1 else "one allocation"
+    where = ", ".join(f"{at:#x} (chunk of {size:,})" for at, size in flight.chunks)
+    why = "counted, and in no list yet or any more" if not flight.named and not flight.gone else \
+        f"the VM names {flight.named + sum(size for _, size in flight.gone):,}: being resized, or damaged"
+    return f"{count} in flight: {where}: {flight.counted:,} bytes, {why}"
 
 
 def _totals(report: Report, vm: VM) -> None:

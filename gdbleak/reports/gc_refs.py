@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..flame import Profile
+from ..graph.dominators import SEVERAL
 from ..graph.graph import Groups
 from ..kernels import luajit as kernel
 from ..runtimes.luajit import VM
@@ -12,6 +13,7 @@ from ..runtimes.luajit_names import Names, prototype_rows
 from .analysis import Analysis
 from .document import Report, Table, printable, share
 from .gc import need_vms, say_vm
+from .words import lua_path as path_words, shorten
 
 _PLAIN = (kernel.TAB, kernel.UPVAL)      # what needs no word of its own in a frame
 
@@ -21,17 +23,19 @@ def run(analysis: Analysis, arguments) -> Report:
     vms = need_vms(analysis)
     report = analysis.open_report("leak-gc-refs")
     target = analysis.target
+    how = "below the object that alone keeps it alive (its dominator)" if arguments.dominators else \
+        "on its shortest path from the GC roots"
     profile = Profile(f"LuaJIT reference paths of {target.command_name()} (pid {target.source.pid})",
-                      "Each Lua object once, on its shortest path from the GC roots; siblings of the same shape are "
-                      "one frame (bytes as LuaJIT accounts them, measured)")
+                      f"Each Lua object once, {how}; siblings of the same shape are one frame (bytes as LuaJIT accounts them, "
+                      "measured)")
     for number, vm in enumerate(vms):
         say_vm(report, vm, number, len(vms))
-        folded = Folded(vm)
+        folded = Folded(vm, arguments.dominators)
         frames = folded.add_to(profile, [f"VM {number + 1}"] if len(vms) > 1 else [])
         report.say()
         _widest(report, folded, arguments.by)
         report.say()
-        report.add(_tree(folded, arguments))
+        report.add(_tree(folded, arguments, how))
         reached = folded.vm.graph.tree.count
         report.totals(runtime="luajit", objects=len(vm.objects), bytes=int(vm.objects.size.sum()),
                       reached_objects=reached, reached_bytes=int(folded.groups.bytes.sum()),
@@ -43,11 +47,12 @@ def run(analysis: Analysis, arguments) -> Report:
 class Folded:
     """A VM's objects folded by how they are reached, with names."""
 
-    def __init__(self, vm: VM):
+    def __init__(self, vm: VM, dominators: bool = False):
         self.vm, self.names = vm, Names(vm)
-        objects = vm.objects
-        self.groups: Groups = vm.graph.fold(objects.size, objects.kind, prototype_rows(vm), kernel.MEMBER)
-        self.roots = list(dict.fromkeys(name for name, _ in vm.graph.roots))
+        objects, graph = vm.objects, vm.graph
+        self.groups: Groups = graph.fold(graph.dominator_tree(objects.size) if dominators else graph.tree, objects.size, objects.kind,
+                                         prototype_rows(vm), kernel.MEMBER)
+        self.roots = [*dict.fromkeys(name for name, _ in graph.roots), "(held from several roots)"]
         self._frames: dict[int, str] = {}
 
     def frame(self, group: int) -> str:
@@ -62,7 +67,8 @@ class Folded:
         if parent < 0:
             return self.roots[group]
         row, kind = int(groups.row[group]), int(groups.kind[group])
-        text = self.names.edge(int(groups.label[group]), int(groups.row[parent]))
+        label = int(groups.label[group])
+        text = self.names.edge(label, int(groups.row[parent])) if not 2 * SEVERAL <= label <= SEVERAL else self._way_to(group)
         if self.frame(parent) == "._LOADED" and text.startswith("."):
             text = text[1:]                      # a module's name
         if kind == kernel.FUNC:
@@ -72,6 +78,18 @@ class Folded:
         elif kind not in _PLAIN and not (kind == kernel.PROTO and text == "(prototype)"):
             text += f" {kernel.KINDS[kind]}"
         return text + (" (repeated)" if groups.again[group] else "")
+
+    def _way_to(self, group: int) -> str:
+        """How a row that its dominator holds in several ways is reached: the shortest of them."""
+        row, parent = int(self.groups.row[group]), int(self.groups.parent[group])
+        above = int(self.groups.row[parent]) if self.groups.parent[parent] >= 0 else -1
+        found = self.vm.graph.path(row) if self.groups.count[group] == 1 else None
+        if found is None:
+            return "(several ways)"
+        root, steps = found
+        said = path_words(self.names, root, steps)
+        at = [k for k, (_, step) in enumerate(steps) if step == above]
+        return "(shortest of several ways) " + " => ".join(shorten(said[at[0] + 1:] if at else said, 8))
 
     def path(self, group: int) -> list[int]:
         """The groups from the root down to this one."""
@@ -146,7 +164,7 @@ def _written_by(folded: Folded, path: list[int], most: int = 6):
                 return
 
 
-def _tree(folded: Folded, arguments) -> Table:
+def _tree(folded: Folded, arguments, how: str) -> Table:
     """The heaviest groups as an indented tree, at most `--top` lines, parents before children."""
     groups, weight = folded.groups, _weight(folded, arguments.by)
     total = int(weight[groups.parent < 0].sum())
@@ -165,5 +183,5 @@ def _tree(folded: Folded, arguments) -> Table:
         pending += [(child, depth + 1) for child in sorted(children.get(group, []), key=lambda g: weight[g])]
     left = len(groups) - len(rows)
     return Table(["GC roots =>", "bytes", "share", "objects"], rows,
-                 "what holds the objects (each once, on its shortest path)", (0,),
+                 f"what holds the objects (each once, {how})", (0,),
                  f"{left:,} more groups: --top N shows them" if left else "")

@@ -10,7 +10,7 @@ from ..graph.dominators import SEVERAL
 from ..graph.graph import Groups
 from ..graph.process import BLOCK, MEMBER, PLACE, POOL, Process
 from ..kernels import luajit as kernel
-from .words import Words
+from .words import Words, joined, shorten
 
 _PLAIN = (kernel.TAB, kernel.UPVAL)      # what needs no word of its own in a frame
 #: The heaps that bytes are split by.
@@ -48,8 +48,10 @@ class Folded:
             return words.place(row) if row != process.root else "(held from several places)", None
         above = self.frame(parent)
         label, kind = int(groups.label[group]), int(groups.kind[group])
-        text, typed = "(several ways)", None
-        if label != SEVERAL:       # what many share is named after one of them
+        text, typed = "", None
+        if 2 * SEVERAL <= label <= SEVERAL:
+            text = self._way_to(group)
+        else:                      # what many share is named after one of them
             held_by = int(self.tree.parent[row])
             if held_by >= 0:
                 text, typed = words.step(held_by, int(self.tree.via[row]), row, self._frames[parent][1])
@@ -62,6 +64,17 @@ class Folded:
         elif kind not in _PLAIN and not (kind == kernel.PROTO and text == "(prototype)"):
             text += " " + (words.row(row) if kind in (kernel.FUNC, kernel.CDATA, kernel.UDATA) else kernel.KINDS[kind])
         return text.strip() + (" (repeated)" if groups.again[group] else ""), typed
+
+    def _way_to(self, group: int) -> str:
+        """How a row that its dominator holds in several ways is reached: the shortest of them."""
+        groups, process = self.groups, self.process
+        row, above = int(groups.row[group]), int(groups.row[groups.parent[group]])
+        steps = process.steps(row) if groups.count[group] == 1 else None
+        if steps is None:
+            return "(several ways)"
+        at = [k for k, (_, step) in enumerate(steps) if step == above]
+        said = self.words.path(steps)
+        return "(shortest of several ways) " + joined(shorten([""] * bool(at) + said[at[0] + 1:] if at else said, 8)).removeprefix(" => ")
 
     def _block(self, group: int) -> str:
         """What the blocks of a group are."""

@@ -129,6 +129,18 @@ class Words:
         return Typed(kind, value - self.process.address(row))
 
 
+def lua_path(names: Names, root: str, steps: list[tuple[int, int]]) -> list[str]:
+    """The steps of a path within one VM in Lua's words, [(label, row), ...], the root's name first."""
+    found, above = [root], steps[0][1]
+    for label, row in steps[1:]:
+        word = names.edge(label, above)
+        if found[-1] == "._LOADED" and word.startswith("."):
+            word = word[1:]              # a module's name
+        found.append(word)
+        above = row
+    return found
+
+
 class Typed(NamedTuple):
     """A block's C type: an object of type `kind` lies `shift` bytes into it."""
 

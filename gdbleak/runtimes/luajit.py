@@ -10,6 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,14 +26,18 @@ from . import luajit_layouts as layouts
 
 TILE = 200_000
 GC_STATES = ("pause", "propagate", "atomic", "sweep strings", "sweep", "finalize")
-# CTState by family (LP64, whatever the reference size): the rolling releases keep fewer registers for callbacks, and from 2024 on
-# the table of finalizers is a root of its own.
-_CTSTATE = [dict(sizeof=520, top=8, sizetab=12, finalizer=32, callback_ids=248)] * 5 + \
-    [dict(sizeof=472, top=8, sizetab=12, finalizer=32, callback_ids=200)] + \
-    [dict(sizeof=464, top=8, sizetab=12, finalizer=0, callback_ids=192)] * 2
 _FINALIZER_ROOT = 38                                 # gcroot[38], where CTState has no `finalizer`
-_CTYPE_SIZE = {True: 24, False: 16}
+_UDTYPE_BUFFER = 3                                   # GCudata.udtype of what string.buffer makes
+_SBUF_NOT_ITS_OWN = 6                                # of SBuf.L: SBUF_FLAG_COW, SBUF_FLAG_BORROW
 _MM_MODE = 3                                         # MM_mode: gcroot[3] is the string "__mode"
+
+
+class Part(NamedTuple):
+    """A block of memory that is no object and that gc.total counts: what it is, where, how many bytes."""
+
+    name: str
+    address: int
+    size: int
 
 
 @dataclass
@@ -139,7 +144,7 @@ class VM:
             return None
         heap = lj_alloc.read(self.target, allocd) if allocd else None
         if heap is not None:
-            heap.direct = _direct_mappings(self)
+            heap.direct = _direct_mappings(self, heap)
         return heap
 
     @cached_property
@@ -148,9 +153,17 @@ class VM:
         return _List(self).run()
 
     @cached_property
+    def parts(self) -> list[Part]:
+        """What gc.total counts besides objects."""
+        return _parts(self)
+
+    @property
     def buffers(self) -> dict[str, int]:
-        """What gc.total counts besides objects, by name, in bytes."""
-        return _buffers(self)
+        """The same by name, in bytes."""
+        sums: dict[str, int] = {}
+        for part in self.parts:
+            sums[part.name] = sums.get(part.name, 0) + part.size
+        return sums
 
     @cached_property
     def accounted(self) -> int:
@@ -225,16 +238,11 @@ def _plausible(target: Target, candidates: np.ndarray) -> list[int]:
 
 def _vm_at(target: Target, main: int, how: str) -> VM | None:
     """The VM whose main lua_State is at `main`, with the layout that fits it; None when none does."""
-    best = None
-    for gc64 in (True, False):
-        for family in range(len(layouts.FAMILIES)):
-            layout = layouts.layout(family, gc64)
-            score = _fits(target, main, layout)
-            if score and (best is None or score > best[0]):
-                best = score, layout
-    if best is None:
+    tables = [layouts.from_tables(family, gc64) for gc64 in (True, False) for family in range(len(layouts.FAMILIES))]
+    known = layouts.from_debug_information(target.layouts)      # it may be another VM's: the best that fits is taken
+    layout = max([known, *tables] if known else tables, key=lambda layout: _fits(target, main, layout))
+    if not _fits(target, main, layout):
         return None
-    layout = best[1]
     vm = VM(target, main, main + layout.L_sizeof, layout, how)
     head = target.word(main - 8) or 0
     # The number of bytecodes differs from release to release, and with it GG_State's size: its own chunk knows it.
@@ -314,11 +322,8 @@ class _List:
             vm.notes.append(f"{name} ends early: at {o:#x} it leads to {what}")
 
     def _strings(self) -> None:
-        vm, layout = self.vm, self.layout
-        if layout.g_str >= 0:
-            table, mask = vm.ref(vm.g + layout.g_str), vm.u32(vm.g + layout.g_str + 8)
-        else:
-            table, mask = vm.ref(vm.g + layout.g_strhash), vm.u32(vm.g + layout.g_strmask)
+        vm = self.vm
+        table, mask = string_table(vm)
         if mask >= 1 << 28 or mask & (mask + 1):
             vm.notes.append(f"the string table's mask {mask:#x} cannot be: no strings are listed")
             return
@@ -349,6 +354,22 @@ class _List:
                     break
         except (Absent, IndexError):
             vm.notes.append("the ring of userdata to be finalized is damaged")
+
+
+def string_table(vm: VM) -> tuple[int, int]:
+    """(address, mask) of the hash table of all strings. Raises Absent."""
+    layout, g = vm.layout, vm.g
+    if layout.g_str >= 0:
+        return vm.ref(g + layout.g_str), vm.u32(g + layout.g_str + 8)
+    return vm.ref(g + layout.g_strhash), vm.u32(g + layout.g_strmask)
+
+
+def strings_of(vm: VM, bucket: int, most: int = 1000) -> list[tuple[int, int]]:
+    """(address, size) of the strings of one bucket of the string table, as far as its chain can be followed."""
+    address, size, (kind, marked) = np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros((2, most), np.uint8)
+    n, _, _ = kernel.strings(*buffer_of(vm), vector(vm), string_table(vm)[0] + vm.layout.ref * bucket, 1, address, size,
+                             kind, marked, 0)
+    return list(zip(address[:n].tolist(), size[:n].tolist()))
 
 
 def buffer_of(vm: VM):
@@ -383,8 +404,8 @@ def _ctype_sizes(vm: VM) -> np.ndarray:
         state = ctype_state(vm)
         if not state:
             return np.zeros(0, np.int64)
-        table, top = vm.target.space.word(state), vm.u32(state + _CTSTATE[vm.layout.family]["top"])
-        step = _CTYPE_SIZE[vm.layout.gc64]
+        table, top = vm.target.space.word(state), vm.u32(state + vm.layout.CTState_top)
+        step = vm.layout.CType_sizeof
         raw = np.frombuffer(vm.target.space.read(table, min(top, 1 << 16) * step), np.uint8).reshape(-1, step)
     except Absent:
         return np.zeros(0, np.int64)
@@ -399,48 +420,87 @@ def _ctype_sizes(vm: VM) -> np.ndarray:
     return np.where(info[number] >> 28 <= 5, size[number], 8)
 
 
-def _buffers(vm: VM) -> dict[str, int]:
-    """The parts of gc.total that are no objects. Raises Absent when the VM's own structures are not there."""
-    layout, g = vm.layout, vm.g
-    jit = vm.main + layout.GG_J
-    parts = {"GG_State": layout.GG_sizeof, "string table": layout.ref * vm.string_buckets}
-    begin, end = vm.ref(g + layout.g_tmpbuf + layout.SBuf_b), vm.ref(g + layout.g_tmpbuf + layout.SBuf_e)
-    parts["temporary buffer"] = max(0, end - begin)
-    parts["trace table"] = layout.ref * vm.u32(jit + layout.J_sizetrace)
-    parts["snapshot buffers"] = layout.SnapShot_sizeof * vm.u32(jit + layout.J_sizesnap) + \
-        4 * vm.u32(jit + layout.J_sizesnapmap)
-    parts["IR buffer"] = 8 * (vm.u32(jit + layout.J_irtoplim) - vm.u32(jit + layout.J_irbotlim))
-    state = ctype_state(vm)
+def _parts(vm: VM) -> list[Part]:
+    """Raises Absent when the VM's own structures are not there."""
+    layout, g, word = vm.layout, vm.g, vm.target.space.word
+    jit, state = vm.main + layout.GG_J, ctype_state(vm)
+    parts = [Part("GG_State", vm.main, layout.GG_sizeof),
+             Part("string table", string_table(vm)[0], layout.ref * vm.string_buckets),
+             _buffer(vm, "temporary buffer", g + layout.g_tmpbuf),
+             Part("trace table", vm.ref(jit + layout.J_trace), layout.ref * vm.u32(jit + layout.J_sizetrace)),
+             Part("snapshot buffers", word(jit + layout.J_snapbuf),
+                  layout.SnapShot_sizeof * vm.u32(jit + layout.J_sizesnap)),
+             Part("snapshot buffers", word(jit + layout.J_snapmapbuf), 4 * vm.u32(jit + layout.J_sizesnapmap))]
+    low, high = vm.u32(jit + layout.J_irbotlim), vm.u32(jit + layout.J_irtoplim)
+    parts.append(Part("IR buffer", word(jit + layout.J_irbuf) + 8 * low, 8 * (high - low)))
     if state:
-        fields = _CTSTATE[layout.family]
-        parts["C types"] = (fields["sizeof"] + _CTYPE_SIZE[layout.gc64] * vm.u32(state + fields["sizetab"])
-                            + 2 * vm.u32(state + fields["callback_ids"]))
+        parts += [Part("C types", state, layout.CTState_sizeof),
+                  Part("C types", word(state), layout.CType_sizeof * vm.u32(state + layout.CTState_sizetab)),
+                  Part("C types", word(state + layout.CTState_cb_cbid), 2 * vm.u32(state + layout.CTState_cb_sizeid))]
     if layout.GCState_lightudseg >= 0:
-        at = g + layout.g_gc
-        if vm.ref(at + layout.GCState_lightudseg):
-            number = vm.u8(at + layout.GCState_lightudnum)
-            parts["light userdata segments"] = 4 * (2 << (number.bit_length() - 1) if number else 2)
-    return parts
+        segments = vm.ref(g + layout.g_gc + layout.GCState_lightudseg)
+        number = vm.u8(g + layout.g_gc + layout.GCState_lightudnum)
+        parts.append(Part("light userdata segments", segments, 4 << max(number.bit_length(), 1) if segments else 0))
+    return parts + _string_buffers(vm)
 
 
+def _buffer(vm: VM, name: str, at: int) -> Part:
+    """What an SBuf at address `at` holds."""
+    begin, end = vm.ref(at + vm.layout.SBuf_b), vm.ref(at + vm.layout.SBuf_e)
+    return Part(name, begin, max(0, end - begin))
 
-def _direct_mappings(vm: VM) -> list[tuple[int, int]]:
-    """(start, size) of the mappings of single blocks, of which no list is kept:
-    large objects and parts of tables know them."""
-    objects, layout = vm.objects, vm.layout
-    blocks = objects.address[objects.size >= lj_alloc.DIRECT].tolist()
-    for row in np.flatnonzero((objects.kind == kernel.TAB) & (objects.size >= lj_alloc.DIRECT)).tolist():
-        for name in ("GCtab_array", "GCtab_node"):
-            try:
-                blocks.append(vm.ref(int(objects.address[row]) + getattr(layout, name)))
-            except Absent:
-                continue
-    for row in np.flatnonzero((objects.kind == kernel.THREAD) & (objects.size >= lj_alloc.DIRECT)).tolist():
-        blocks.append(vm.ref(int(objects.address[row]) + layout.L_stack))
-    if layout.ref * vm.string_buckets >= lj_alloc.DIRECT:
-        blocks.append(vm.ref(vm.g + (layout.g_str if layout.g_str >= 0 else layout.g_strhash)))
-    blocks.append(vm.ref(vm.g + layout.g_tmpbuf + layout.SBuf_b))
-    found = {lj_alloc.direct_mapping(vm.target, block) for block in blocks if block}
+
+def _string_buffers(vm: VM) -> list[Part]:
+    """What the buffers of the library `string.buffer` hold, but those that only show what another object holds."""
+    layout, objects, found = vm.layout, vm.objects, []
+    rows = objects.address[objects.kind == kernel.UDATA]
+    types, _ = vm.target.space.gather(rows.astype(np.uint64) + np.uint64(layout.GCudata_udtype), np.uint8)
+    for address in rows[types == _UDTYPE_BUFFER].tolist():
+        try:
+            if not vm.u32(address + layout.GCudata_sizeof + layout.SBuf_L) & _SBUF_NOT_ITS_OWN:
+                found.append(_buffer(vm, "string buffers", address + layout.GCudata_sizeof))
+        except Absent:
+            continue
+    return found
+
+
+def blocks(vm: VM, least: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(address, size) of every block of memory of at least `least` bytes that the VM's lists and structures name:
+    objects, the parts of tables that lie apart, stacks, its own buffers (both int64)."""
+    layout, objects = vm.layout, vm.objects
+    rows = np.flatnonzero((objects.size >= least) & (objects.address != vm.main))
+    address, size = [objects.address[rows]], [objects.size[rows]]
+    tables, threads = objects.kind[rows] == kernel.TAB, objects.kind[rows] == kernel.THREAD
+
+    def values(of: np.ndarray, name: str, form: str) -> np.ndarray:
+        at = of.astype(np.uint64) + np.uint64(getattr(layout, name))
+        return vm.target.space.gather(at, form)[0].astype(np.int64)
+
+    def apart(of: np.ndarray, name: str, bytes_of: np.ndarray) -> None:
+        address.append(values(of[bytes_of > 0], name, f"<u{layout.ref}"))
+        size.append(bytes_of[bytes_of > 0])
+
+    of = address[0][tables]
+    colo, asize, hmask = (values(of, f"GCtab_{name}", form)
+                          for name, form in (("colo", "u1"), ("asize", "<u4"), ("hmask", "<u4")))
+    size[0][tables] = layout.GCtab_sizeof + 8 * (colo & 0x7f)
+    apart(of, "GCtab_array", np.where((colo == 0) | (colo > 127), 8 * asize, 0))
+    apart(of, "GCtab_node", np.where(hmask > 0, 24 * (hmask + 1), 0))
+    size[0][threads] = layout.L_sizeof
+    threads = np.concatenate([address[0][threads], [vm.main]])
+    apart(threads, "L_stack", 8 * values(threads, "L_stacksize", "<u4"))
+    address.append(np.array([part.address for part in vm.parts], np.int64))
+    size.append(np.array([part.size for part in vm.parts], np.int64))
+    address, size = np.concatenate(address), np.concatenate(size)
+    return address[size >= max(least, 1)], size[size >= max(least, 1)]
+
+
+def _direct_mappings(vm: VM, heap: lj_alloc.LjAlloc) -> list[tuple[int, int]]:
+    """(start, size) of the mappings of single blocks, of which no list is kept: what is in them is known."""
+    address, _ = blocks(vm, lj_alloc.SHRUNK)
+    for segment in heap.segments:
+        address = address[(address < segment.start) | (address >= segment.start + segment.size)]
+    found = {lj_alloc.direct_mapping(vm.target, block) for block in address.tolist()}
     return sorted(mapping for mapping in found if mapping)
 
 
@@ -531,7 +591,7 @@ class _Graph:
             root("running thread", vm.ref(vm.g + layout.g_cur_L))
             if layout.g_vmthref >= 0:
                 root("VM thread", vm.ref(vm.g + layout.g_vmthref))
-            for k in range(_FINALIZER_ROOT + (not _CTSTATE[layout.family]["finalizer"])):
+            for k in range(_FINALIZER_ROOT + (layout.CTState_finalizer < 0)):
                 address = vm.ref(vm.g + layout.g_gcroot + k * layout.ref)
                 row = vm.row(address) if address else -1
                 if row >= 0:
@@ -554,9 +614,9 @@ class _Graph:
 
 def finalizer_table(vm: VM) -> int:
     """Address of the table that maps cdata to finalizers (its keys are weak), 0 when there is none."""
-    state, field = ctype_state(vm), _CTSTATE[vm.layout.family]["finalizer"]
+    state, field = ctype_state(vm), vm.layout.CTState_finalizer
     try:
-        if not field:
+        if field < 0:
             return vm.ref(vm.g + vm.layout.g_gcroot + _FINALIZER_ROOT * vm.layout.ref)
         return vm.target.space.word(state + field) if state else 0
     except Absent:

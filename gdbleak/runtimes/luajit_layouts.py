@@ -1,5 +1,5 @@
-"""LuaJIT's structures, release by release, read from the DWARF of builds of each:
-with GC64 (64-bit references) and without.
+"""LuaJIT's structures, with GC64 (64-bit references) and without: by the debug information of the target where there
+is such, else by tables, release by release, read from the DWARF of builds of each.
 
 A value that moved is a tuple over FAMILIES; -1: the field does not exist there. Names are STRUCT_field; STRUCT_sizeof
 is the size. A VM's family is found by fingerprint, never by a version string.
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from ..target.layout import Layouts
+
 # The releases whose layouts differ; one not named here has the layout of the one before it of its own line.
 FAMILIES = ("2.1.0-beta3 (2017)", "OpenResty 2019-05", "OpenResty 2020-01", "OpenResty 2020-10",
             "OpenResty 2022-04 to 2024-03", "2.1 rolling, 2022 to 2023", "2.1 rolling, 2024",
             "2.1 rolling, from November 2025")
 
 _GC64 = dict(
+    CTState_sizeof=(520, 520, 520, 520, 520, 472, 464, 464), CTState_top=8, CTState_sizetab=12,
+    CTState_finalizer=(32, 32, 32, 32, 32, 32, -1, -1),
+    CTState_cb_cbid=(240, 240, 240, 240, 240, 192, 184, 184), CTState_cb_sizeid=(248, 248, 248, 248, 248, 200, 192, 192),
+    CType_sizeof=24, CType_name=16,
+    J_irbuf=(336, 336, 336, 328, 328, 328, 328, 328), J_snapbuf=(360, 360, 360, 352, 352, 352, 352, 352),
+    J_snapmapbuf=(368, 368, 368, 360, 360, 360, 360, 360),
     g_vmthref=(-1, -1, -1, -1, -1, -1, -1, 280),
     GCstr_sizeof=24, GCstr_len=(16, 16, 16, 20, 20, 20, 20, 20), GCudata_sizeof=48, GCudata_udtype=10, GCudata_env=16,
     GCudata_len=24, GCudata_metatable=32, GCcdata_sizeof=16, GCcdata_ctypeid=10, GCproto_sizeof=104,
@@ -35,8 +43,8 @@ _GC64 = dict(
     g_uvhead=(256, 256, 256, 280, 280, 280, 280, 288), g_cur_L=(344, 344, 344, 368, 368, 368, 368, 376),
     g_jit_base=(352, 352, 352, 376, 376, 376, 376, 384), g_ctype_state=(360, 368, 368, 384, 384, 384, 384, 392),
     g_gcroot=(368, 376, 376, 424, 424, 424, 424, 432), g_prng=(-1, -1, -1, 392, 392, 392, 392, 400),
-    GCState_currentwhite=16, GCState_state=17, GCState_root=24, GCState_mmudata=64, GCState_lightudnum=(-1, -1,
-    -1, 19, 19, 19, 19, 19), GCState_lightudseg=(-1, -1, -1, 96, 96, 96, 96, 96), SBuf_e=8, SBuf_b=16,
+    GCState_currentwhite=16, GCState_state=17, GCState_sweepstr=20, GCState_root=24, GCState_mmudata=64, GCState_lightudnum=(-1, -1,
+    -1, 19, 19, 19, 19, 19), GCState_lightudseg=(-1, -1, -1, 96, 96, 96, 96, 96), SBuf_e=8, SBuf_b=16, SBuf_L=24,
     J_irtoplim=(344, 344, 344, 336, 336, 336, 336, 336), J_irbotlim=(348, 348, 348, 340, 340, 340, 340, 340),
     J_sizesnap=(356, 356, 356, 348, 348, 348, 348, 348), J_sizesnapmap=(376, 376, 376, 368, 368, 368, 368, 368),
     J_trace=(392, 392, 392, 384, 384, 384, 384, 384), J_sizetrace=(404, 404, 404, 396, 396, 396, 396, 396),
@@ -44,6 +52,12 @@ _GC64 = dict(
     3080, 3080, 3080), GG_sizeof=(6192, 6208, 6208, 6288, 6296, 6240, 6248, 6384), GG_J=(768, 784, 784, 848,
     848, 824, 832, 840), GG_dispatch=(4016, 4032, 4032, 4112, 4120, 4064, 4072, 4096))
 _GC32 = dict(
+    CTState_sizeof=(520, 520, 520, 520, 520, 472, 464, 464), CTState_top=8, CTState_sizetab=12,
+    CTState_finalizer=(32, 32, 32, 32, 32, 32, -1, -1),
+    CTState_cb_cbid=(240, 240, 240, 240, 240, 192, 184, 184), CTState_cb_sizeid=(248, 248, 248, 248, 248, 200, 192, 192),
+    CType_sizeof=16, CType_name=12,
+    J_irbuf=(312, 312, 312, 304, 304, 304, 304, 304), J_snapbuf=(336, 336, 336, 328, 328, 328, 328, 328),
+    J_snapmapbuf=(344, 344, 344, 336, 336, 336, 336, 336),
     g_vmthref=(-1, -1, -1, -1, -1, -1, -1, 224),
     GCstr_sizeof=(16, 16, 16, 20, 20, 20, 20, 20), GCstr_len=(12, 12, 12, 16, 16, 16, 16, 16), GCudata_sizeof=24,
     GCudata_udtype=6, GCudata_env=8,
@@ -65,9 +79,9 @@ _GC32 = dict(
     g_registrytv=(136, 136, 136, 200, 216, 216, 216, 216), g_uvhead=(184, 184, 184, 208, 224, 224, 224, 232),
     g_cur_L=(248, 248, 248, 272, 288, 288, 288, 296), g_jit_base=(252, 252, 252, 276, 292, 292, 292, 300),
     g_ctype_state=(256, 260, 260, 280, 296, 296, 296, 304), g_gcroot=(260, 264, 264, 320, 336, 336, 336, 344),
-    g_prng=(-1, -1, -1, 288, 304, 304, 304, 312), GCState_currentwhite=8, GCState_state=9, GCState_root=16,
+    g_prng=(-1, -1, -1, 288, 304, 304, 304, 312), GCState_currentwhite=8, GCState_state=9, GCState_sweepstr=12, GCState_root=16,
     GCState_mmudata=36, GCState_lightudnum=(-1, -1, -1, 11, 11, 11, 11, 11), GCState_lightudseg=(-1, -1, -1, 56,
-    56, 56, 56, 56), SBuf_e=(4, 4, 4, 4, 8, 8, 8, 8), SBuf_b=(8, 8, 8, 8, 16, 16, 16, 16), J_irtoplim=(320, 320,
+    56, 56, 56, 56), SBuf_e=(4, 4, 4, 4, 8, 8, 8, 8), SBuf_b=(8, 8, 8, 8, 16, 16, 16, 16), SBuf_L=(12, 12, 12, 12, 24, 24, 24, 24), J_irtoplim=(320, 320,
     320, 312, 312, 312, 312, 312), J_irbotlim=(324, 324, 324, 316, 316, 316, 316, 316), J_sizesnap=(332, 332,
     332, 324, 324, 324, 324, 324), J_sizesnapmap=(352, 352, 352, 344, 344, 344, 344, 344), J_trace=(368, 368,
     368, 360, 360, 360, 360, 360), J_sizetrace=(380, 380, 380, 372, 372, 372, 372, 372), J_szmcarea=(2528, 2528,
@@ -76,9 +90,40 @@ _GC32 = dict(
     GG_dispatch=(3176, 3184, 3184, 3272, 3296, 3240, 3248, 3272))
 
 
-def layout(family: int, gc64: bool) -> SimpleNamespace:
-    """All offsets and sizes of one family (an index into FAMILIES), with `gc64`, `family` and `ref`
-    (bytes of a reference)."""
+# The C type whose members a name's prefix stands for, where that is not the type's own name.
+_TYPES = {"g": "global_State", "L": "lua_State", "J": "jit_State", "GG": "GG_State"}
+
+
+def from_tables(family: int, gc64: bool) -> SimpleNamespace:
+    """All offsets and sizes of one family (an index into FAMILIES), with `gc64`, `family`, `ref`
+    (bytes of a reference) and `source`, which says where they are from."""
+    return SimpleNamespace(**_values(family, gc64), gc64=gc64, family=family, ref=8 if gc64 else 4, source="tables")
+
+
+def from_debug_information(layouts: Layouts) -> SimpleNamespace | None:
+    """The same by debug information; None when there is none, or when it lacks what every release has.
+
+    `family` is the one that has the most values in common with it: it stands for what no structure tells.
+    """
+    reference = layouts.structure("GCRef") if layouts.structure("GG_State") else None
+    if reference is None:
+        return None
+    gc64, values = reference.size == 8, {}
+    for name, known in (_GC64 if gc64 else _GC32).items():
+        kind, _, member = name.partition("_")
+        found = layouts.structure(_TYPES.get(kind, kind))
+        if found is not None and member == "sizeof":
+            values[name] = found.size
+        elif found is not None and member in found.members:
+            values[name] = found.members[member][0]
+        elif isinstance(known, tuple) and -1 in known:
+            values[name] = -1
+        else:
+            return None
+    family = max(range(len(FAMILIES)), key=lambda k: len(values.items() & _values(k, gc64).items()))
+    return SimpleNamespace(**values, gc64=gc64, family=family, ref=reference.size, source="debug information")
+
+
+def _values(family: int, gc64: bool) -> dict[str, int]:
     table = _GC64 if gc64 else _GC32
-    values = {name: value[family] if isinstance(value, tuple) else value for name, value in table.items()}
-    return SimpleNamespace(**values, gc64=gc64, family=family, ref=8 if gc64 else 4)
+    return {name: value[family] if isinstance(value, tuple) else value for name, value in table.items()}

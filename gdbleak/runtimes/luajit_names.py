@@ -14,7 +14,6 @@ _EDGES = {kernel.ARRAY: "[*]", kernel.OTHER_KEY: "[*]", kernel.MEMBER: "[*]", ke
           kernel.METATABLE: "(metatable)", kernel.ENVIRONMENT: "(environment)", kernel.PROTOTYPE: "(prototype)",
           kernel.VALUE: "(value)", kernel.CONSTANT: "(constants)", kernel.STACK: "(stack)",
           kernel.TRACE_LINK: "(traces)", kernel.CHUNK_NAME: "(chunk name)"}
-_CTYPE_STEP = {True: 24, False: 16}
 _CT_NUM, _CT_STRUCT, _CT_PTR, _CT_ARRAY, _CT_VOID, _CT_ENUM, _CT_FUNC, _CT_TYPEDEF, _CT_ATTRIB = range(9)
 
 
@@ -186,9 +185,9 @@ class Names:
         vm = self.vm
         try:
             state = ctype_state(vm)
-            at = vm.target.space.word(state) + number * _CTYPE_STEP[vm.layout.gc64]
+            at = vm.target.space.word(state) + number * vm.layout.CType_sizeof
             info, size = vm.u32(at), vm.u32(at + 4)
-            name = vm.ref(at + (16 if vm.layout.gc64 else 12))
+            name = vm.ref(at + vm.layout.CType_name)
             text = vm.string(name, 80).decode("utf-8", "backslashreplace") if name else ""
         except Absent:
             return "?"

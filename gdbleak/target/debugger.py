@@ -9,12 +9,11 @@ import os
 import re
 
 import gdb
-import numpy as np
 
 from . import live, threads as threads_
 from .address_space import DemandSpace
 from .core_file import open_core
-from .layout import Layouts
+from .layout import Layouts, Structure
 from .target import ANONYMOUS, Mapping, Source, Target, TargetError
 
 _kept: tuple[tuple, Target] | None = None
@@ -200,6 +199,54 @@ def _auxv() -> dict[int, int]:
     return {int(tag): int(value, 0) for tag, value in rows}
 
 
+# -- types -------------------------------------------------------------------------------------------------------------
+class CType:
+    """A C type from debug information, asked for what lies at an offset of it."""
+
+    def __init__(self, kind: gdb.Type):
+        self._type = kind.strip_typedefs()
+
+    def member(self, offset: int) -> tuple[str, CType | None] | None:
+        """(`->field.inner`, `[3].field`, the type pointed to or None) of the pointer at a byte offset of an object of this
+        type, or of an array of them; None when no pointer is there."""
+        size = self._type.sizeof
+        if size <= 0 or self._type.code == gdb.TYPE_CODE_VOID:
+            return None
+        index, offset = divmod(offset, size)
+        found = _pointer_at(self._type, offset, 0)
+        if found is None:
+            return None
+        text, pointee = found
+        text = f"[{index}]{text}" if index else "->" + text[1:] if text.startswith(".") else text
+        return text, CType(pointee) if pointee.code != gdb.TYPE_CODE_VOID else None
+
+
+def _pointer_at(kind: gdb.Type, offset: int, depth: int) -> tuple[str, gdb.Type] | None:
+    """(path with dots, pointee) of the pointer at an offset of a type."""
+    kind = kind.strip_typedefs()
+    if kind.code == gdb.TYPE_CODE_PTR or kind.code == gdb.TYPE_CODE_REF:
+        return ("", kind.target().strip_typedefs()) if offset == 0 else None
+    if depth > 16:
+        return None
+    if kind.code == gdb.TYPE_CODE_ARRAY:
+        element = kind.target()
+        if not element.sizeof:
+            return None
+        index, rest = divmod(offset, element.sizeof)
+        found = _pointer_at(element, rest, depth + 1)
+        return found and (f"[{index}]{found[0]}", found[1])
+    if kind.code in (gdb.TYPE_CODE_STRUCT, gdb.TYPE_CODE_UNION):
+        for field in kind.fields():
+            if not hasattr(field, "bitpos") or field.bitsize:
+                continue
+            start = field.bitpos // 8
+            if start <= offset < start + field.type.sizeof:
+                found = _pointer_at(field.type, offset - start, depth + 1)
+                if found:
+                    return (f".{field.name}" if field.name and not field.is_base_class else "") + found[0], found[1]
+    return None
+
+
 # -- symbols and layouts -----------------------------------------------------------------------------------------------
 class Names:
     """GDB's symbols: minimal symbols and those of separate debug files too."""
@@ -222,40 +269,73 @@ class Names:
         found = re.match(r"(.+?)(?: \+ (\d+))? in section ", text)
         return (found[1], int(found[2] or 0)) if found else None
 
+    def demangle(self, name: str) -> str | None:
+        """What a C++ symbol stands for, or None when it is no mangled name."""
+        if not re.fullmatch(r"_Z[A-Za-z0-9_.$]+", name):
+            return None
+        try:
+            return gdb.execute(f"demangle -l c++ -- {name}", to_string=True).strip()
+        except gdb.error:
+            return None
+
+    def variable(self, address: int) -> tuple[str, int, CType] | None:
+        """(name, where it begins, type) of the variable that holds an address; None without debug information."""
+        found = self.name(address)
+        if found is None:
+            return None
+        name, start = found[0], address - found[1]
+        for look_up in (gdb.lookup_global_symbol, gdb.lookup_static_symbol):
+            try:
+                symbol = look_up(name)
+                if symbol is not None and int(symbol.value().address) == start:
+                    return name, start, CType(symbol.type)
+            except (gdb.error, TypeError, AttributeError):
+                continue
+        return None
+
+    def frames(self, lwp: int) -> list[tuple[int, str, int]]:
+        """(stack pointer, function or "", program counter) of each frame of a thread, the newest first; empty when GDB
+        cannot unwind it."""
+        before, found = gdb.selected_thread(), []
+        try:
+            thread = next((t for t in gdb.selected_inferior().threads() if lwp in t.ptid), None)
+            if thread is None or not thread.is_stopped():
+                return []
+            thread.switch()
+            frame = gdb.newest_frame()
+            while frame is not None and len(found) < 1000:
+                sp = int(frame.read_register("sp").cast(gdb.lookup_type("unsigned long")))
+                found.append((sp & (1 << 64) - 1, frame.name() or "", frame.pc()))
+                frame = frame.older()
+        except gdb.error:
+            pass                # as far as it goes
+        finally:
+            if before is not None and before.is_valid():
+                before.switch()
+        return found
+
 
 class Dwarf(Layouts):
     """Layouts from the debug information that GDB has read."""
 
     def __init__(self):
-        self._known: dict[str, np.dtype | None] = {}
+        self._known: dict[str, Structure | None] = {}
 
-    def dwarf(self, type_name: str, wanted: np.dtype) -> np.dtype | None:
+    def structure(self, type_name: str) -> Structure | None:
         if type_name not in self._known:
-            self._known[type_name] = self._look_up(type_name, wanted)
+            self._known[type_name] = self._look_up(type_name)
         return self._known[type_name]
 
     @staticmethod
-    def _look_up(type_name: str, wanted: np.dtype) -> np.dtype | None:
+    def _look_up(type_name: str) -> Structure | None:
         for spelling in (f"struct {type_name}", type_name):
             try:
                 kind = gdb.lookup_type(spelling).strip_typedefs()
-                break
             except gdb.error:
                 continue
-        else:
-            return None
-        fields = _flatten(kind, "")
-        have = list(wanted.names)
-        if not set(have) <= set(fields) or not kind.sizeof:
-            return None   # another structure of the same name (lj_alloc has a malloc_state, too)
-        formats = []
-        for name in have:
-            form = wanted.fields[name][0]
-            base, shape = (form.base, form.shape) if form.shape else (form, ())
-            size = fields[name][1] // int(np.prod(shape)) if shape else fields[name][1]
-            formats.append((f"{base.kind}{size}", shape) if size in (1, 2, 4, 8) and base.kind in "iu" else form)
-        return np.dtype({"names": have, "formats": formats, "offsets": [fields[name][0] for name in have],
-                         "itemsize": kind.sizeof})
+            whole = kind.code in (gdb.TYPE_CODE_STRUCT, gdb.TYPE_CODE_UNION) and kind.sizeof   # 0: only declared
+            return Structure(kind.sizeof, _flatten(kind, "")) if whole else None
+        return None
 
 
 def _flatten(kind, prefix: str, base: int = 0) -> dict[str, tuple[int, int]]:

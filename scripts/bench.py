@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 CACHE = ROOT / ".cache" / "bench"
 GDB = [os.environ.get("GDB", "gdb"), "-nx", "-q", "-batch", "-iex", "set debuginfod enabled off"]
 
@@ -177,6 +178,9 @@ def main():
     parser.add_argument("--scale", action="store_true", help="also ten times as much (needs 6 GB of disk)")
     arguments = parser.parse_args()
     small = measure(2_000_000, arguments.runs)
+    from scripts.bench_graph import measure_graph, measure_shapes
+    measure_graph(2_000_000, arguments.runs)
+    measure_shapes(10_000_000)
     lua = measure_lua(1_000_000, arguments.runs)
     if arguments.scale:
         large = measure(20_000_000, max(1, arguments.runs // 2))

@@ -57,14 +57,15 @@ def built_name(source, flags, compiler):
 
 
 def build(source, *flags):
-    """Compile fixtures/programs/`source`.c on the host. Cached by content, flags and compiler."""
-    source = PROGRAMS / f"{source}.c"
-    compiler = subprocess.run(["gcc", "--version"], capture_output=True, text=True, check=True).stdout
+    """Compile fixtures/programs/`source`, named without its .c or with its .cc, on the host. Cached by content, flags
+    and compiler."""
+    name, source = ("g++", PROGRAMS / source) if source.endswith(".cc") else ("gcc", PROGRAMS / f"{source}.c")
+    compiler = subprocess.run([name, "--version"], capture_output=True, text=True, check=True).stdout
     made = CACHE / "programs" / built_name(source, flags, compiler)
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         unfinished = made.with_name(f"{made.name}.{os.getpid()}")
-        subprocess.run(["gcc", "-g", source, "-o", unfinished, "-pthread", *flags, "-ldl"], check=True)
+        subprocess.run([name, "-g", source, "-o", unfinished, "-pthread", *flags, "-ldl"], check=True)
         unfinished.rename(made)
     return Program(made)
 

@@ -104,12 +104,12 @@ class Process:
     @cached_property
     def seeds(self) -> np.ndarray:
         """The rows of the places in the order in which paths are looked for (int32): variables first, the GC roots, stack
-        words and registers last."""
+        words and registers last, the oldest frames before the newest."""
         on_stack = np.isin(self.places.kind, roots.ON_STACKS)
         plain = self.first_place + np.flatnonzero(~on_stack)
         stacked = self.first_place + np.flatnonzero(on_stack)
         self.plain_seeds = len(plain) + len(self.gc_places)
-        return np.concatenate([plain, np.array(self.gc_places, np.int64), stacked]).astype(np.int32)
+        return np.concatenate([plain, np.array(self.gc_places, np.int64), stacked[::-1]]).astype(np.int32)
 
     def __len__(self) -> int:
         return self.root + 1

@@ -10,7 +10,7 @@ from ..heaps.blocks import reserve
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import pointers as kernel
 from ..target.elf import PT_LOAD, PT_TLS, PF_W, STT_TLS, Module
-from ..target.stacks import DESCRIPTOR, ended_threads, live_part, own_stack, tls_of
+from ..target.stacks import ended_threads, live_part, own_stack, tls_of
 from ..target.target import Target
 from ..target.threads import Thread
 from .nodes import Nodes
@@ -72,6 +72,8 @@ def find(nodes: Nodes, vms: list) -> Roots:
         for name, value in thread.registers.items():
             if name not in _NO_POINTERS:
                 registers.append((thread, name, value))
+        words = np.frombuffer(thread.vectors[:len(thread.vectors) & ~7], np.uint64)
+        registers += [(thread, "of vectors", value) for value in np.unique(words).tolist()]
     held = nodes.nodes_at(np.array([value for *_, value in registers], np.uint64))
     found = np.flatnonzero(held >= 0)
     for k in found.tolist():
@@ -105,16 +107,18 @@ def find_areas(target: Target, heaps: list[GlibcHeap], vms: list) -> list[Area]:
     live, storage = [], []
     for thread in target.threads:
         stack, own = own_stack(target, thread), tls_of(target, thread)
+        if stack and own and stack[0] <= thread.tp < stack[1]:      # both lie in one mapping, the frames below
+            stack, own = (stack[0], max(own[0], stack[0])), (max(own[0], stack[0]), stack[1])
         if stack:
             live.append(Area(*live_part(thread, stack), STACK, thread))
             taken.add(*stack)
-        if own and not (stack and stack[0] <= thread.tp < stack[1]):
+        if own:
             storage.append(Area(*own, STORAGE, thread))
             taken.add(*own)
     ended = []
-    for descriptor, stack in ended_threads(target, taken.rest(target.anonymous())):
-        taken.add(*stack)
-        ended.append(Area(descriptor, min(descriptor + DESCRIPTOR, stack[1]), ENDED))
+    for thread in ended_threads(target, taken.rest(target.anonymous())):
+        taken.add(*thread.stack)
+        ended += [Area(start, end, ENDED) for start, end in thread.alive]
     rest = [*damaged, *lua, *storage, *ended]
     for module in target.modules:
         for start, end in taken.rest(module.writable()):

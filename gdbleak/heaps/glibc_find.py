@@ -15,6 +15,7 @@ from ..target.target import Target
 from . import glibc_layouts as layouts
 from .glibc_heap import GlibcHeap
 
+SHAPE = "the shape of its structures"
 _BANNER = re.compile(rb"GNU C Library [^\n\0]{0,120}?release version (\d+)\.(\d+)")
 
 
@@ -98,7 +99,7 @@ def release_of(target: Target, module: Module, since: tuple[int, int]) -> tuple[
         versions |= {(int(a), int(b)) for a, b in re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?=\0)", text)}
     if versions and "libc" in module.name:
         return max(versions), "its newest symbol version"
-    return since, "the shape of its main_arena"
+    return since, SHAPE
 
 
 def find_parameters(target: Target, module: Module, heap: GlibcHeap, since: tuple[int, int]) -> None:
@@ -121,6 +122,8 @@ def find_parameters(target: Target, module: Module, heap: GlibcHeap, since: tupl
         heap.notes.append("mp_ was not found: mmapped chunks and the start of the main heap are inferred")
         return
     dwarf = target.layouts.dwarf("malloc_par", dtype) if heap.layout_from == "debug information" else None
+    if heap.release_from == SHAPE:           # mp_ has changed more often than main_arena
+        heap.release = max(heap.release, next(key for key, table in tables.items() if table is dtype))
     heap.parameters_at = address
     heap.parameters = target.space.struct(address, dwarf or dtype)
 

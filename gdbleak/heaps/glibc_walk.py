@@ -8,6 +8,7 @@ from ..kernels import chunks as kernel
 from ..target.target import Target
 from . import glibc_layouts as layouts
 from .blocks import Blocks, Damage, Region, reserve
+from .glibc_find import SHAPE
 from .glibc_heap import Arena, GlibcHeap, Tcache
 from .glibc_regions import Reach, buffer_of
 
@@ -45,6 +46,8 @@ class Walk:
         for region in self.regions:
             if region.kind != "mmapped":
                 regions.setdefault(region.arena, []).append(region)
+        if self.heap.release_from == SHAPE:
+            self._refine_release()
         for arena in self.heap.arenas:
             self._free_lists(arena, regions.get(arena.index, []))
         self._tcaches()
@@ -128,6 +131,21 @@ class Walk:
                                                 f"its region ends at {region.end:#x}"))
         arena.top_bytes = region.end - top
         self._append(top, region.end - top, kernel.TOP)
+
+    def _refine_release(self) -> None:
+        """Where only shapes tell the release: a thread cache's size, and whether free blocks are safe-linked, say more."""
+        heap, blocks = self.heap, self.heap.blocks
+        owned = np.array(list(self._tls_words()), np.uint64)
+        rows = np.searchsorted(blocks.address, owned)
+        rows = rows[rows < len(blocks)]
+        sizes = set(blocks.size[rows[np.isin(blocks.address[rows], owned)]].tolist())
+        for release, (_, _, _, size) in layouts.TCACHE.items():
+            if (size + 8 + 15) & ~15 in sizes:
+                heap.release = max(heap.release, release)
+        heads = [int(chunk) + 16 for arena in heap.arenas if "fastbinsY" in heap.state.names
+                 for chunk in arena.fields["fastbinsY"] if chunk]
+        if any((self.target.word(head) or 0) & 15 for head in heads):      # a plain link would be aligned
+            heap.release = max(heap.release, layouts.SAFE_LINKING)
 
     # -- free lists ---------------------------------------------------------------------------------------------------
     def _free_of(self, region: Region) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..flame import Profile
+from ..graph import roots
 from ..quantities import size as size_of
 from .analysis import Analysis
 from .document import Report, Table, printable, share
@@ -38,11 +39,11 @@ def run(analysis: Analysis, arguments) -> Report:
     chosen = _chosen(analysis, dominated, arguments)
     if arguments.pins:
         least = least or reachable // 1000
-        chosen &= (groups.bytes > 0) & (native >= least) & (groups.kind >= 4 if analysis.luajit else True)
+        chosen &= (groups.bytes > 0) & (groups.below > groups.bytes) & (native >= least) & (groups.kind >= 4 if analysis.luajit else True)
         order = np.argsort(-(native / np.maximum(groups.bytes, 1)), kind="stable")
     else:
         order = np.argsort(-groups.below, kind="stable")
-        chosen &= (groups.below >= max(least, 1)) & ~_only_lead_on(groups)
+        chosen &= (groups.below >= max(least, 1)) & (_are_variables(dominated) | ~_only_lead_on(groups))
     listed = [int(group) for group in order if chosen[group]]
     rows = []
     for group in listed[:max(arguments.top, 0)]:
@@ -71,6 +72,16 @@ def _chosen(analysis: Analysis, folded: Folded, arguments) -> np.ndarray:
     of = folded.groups.of_row[rows]
     found[of[of >= 0]] = True
     return found
+
+
+def _are_variables(folded: Folded) -> np.ndarray:
+    """Which groups are variables of the program (bool)."""
+    process, rows = folded.process, folded.groups.row
+    number = rows - process.first_place
+    variable = np.zeros(len(rows), bool)
+    mine = (folded.groups.parent < 0) & (number >= 0) & (number < len(process.places))
+    variable[mine] = np.isin(process.places.kind[number[mine]], (roots.MODULE, roots.STORAGE))
+    return variable
 
 
 def _only_lead_on(groups) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""leak-types: how many blocks of which type, measured (classes, pools, Lua's objects) or inferred (containers, contents)."""
+"""leak-types: how many blocks of which type, measured (classes, pools, Lua objects) or inferred (containers, text)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ def _rows(types: Types, slices: list[Slice]) -> list[Row]:
         sizes += np.bincount(number, weights=part.size, minlength=len(blocks)).astype(np.int64)
         kinds, first = np.unique(number, return_index=True)
         sample[kinds] = np.minimum(sample[kinds], part.heap.blocks.address[rows[first]])
-    found = [Row((_FREE, *types.names)[k], int(blocks[k]), int(sizes[k]), int(sample[k])) for k in np.flatnonzero(blocks)]
+    names = (_FREE, *types.names)
+    found = [Row(names[k], int(blocks[k]), int(sizes[k]), int(sample[k])) for k in np.flatnonzero(blocks)]
     return sorted(found, key=lambda row: (-row.bytes, row.type.name))
 
 

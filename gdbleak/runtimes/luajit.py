@@ -268,7 +268,7 @@ def _fits(target: Target, main: int, layout: SimpleNamespace) -> int:
         running = vm.ref(vm.g + layout.g_cur_L)
         score += running != 0 and vm.u8(running + layout.ref + 1) == kernel.THREAD
         dispatch = main + layout.GG_dispatch
-        score += 2 * (_is_code(target, target.word(dispatch)) and not _is_code(target, target.word(dispatch - 8)))
+        score += 2 * (target.is_code(target.word(dispatch)) and not target.is_code(target.word(dispatch - 8)))
         if layout.g_str >= 0:
             mask = vm.u32(vm.g + layout.g_str + 8)
         else:
@@ -277,11 +277,6 @@ def _fits(target: Target, main: int, layout: SimpleNamespace) -> int:
         return score
     except Absent:
         return 0
-
-
-def _is_code(target: Target, address: int | None) -> bool:
-    mapping = target.mapping_at(address) if address else None
-    return mapping is not None and "x" in mapping.perms
 
 
 # -- listing -----------------------------------------------------------------------------------------------------------
@@ -311,8 +306,13 @@ class _List:
     def _list(self, head: int, name: str) -> None:
         vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
         o, f, types = vm.ref(head), vector(vm), ctype_sizes(vm)
+        newest = o
         while True:
             self.n, o, why = kernel.objects(*self.buffer, f, types, o, vm.main, TILE, *rows, self.n)
+            if why == kernel.BAD and o == newest:
+                vm.notes.append(f"the newest object, at {o:#x}, is in the list already and has no type yet")
+                newest, o = 0, vm.ref(o)
+                continue
             if why != kernel.BUDGET or self.n >= len(self.address) - 1:
                 break
             channel.progress(f"{self.n:,} Lua objects listed")
@@ -327,11 +327,34 @@ class _List:
         if mask >= 1 << 28 or mask & (mask + 1):
             vm.notes.append(f"the string table's mask {mask:#x} cannot be: no strings are listed")
             return
-        self.n, used, bad = kernel.strings(*self.buffer, vector(vm), table, mask + 1, self.address, self.size,
-                                           self.kind, self.marked, self.n)
+        rows = self.address, self.size, self.kind, self.marked
+        self.n, used, bad = kernel.strings(*self.buffer, vector(vm), table, mask + 1, *rows, 0)
         vm.string_buckets, vm.string_buckets_used = mask + 1, used
-        if bad:
+        if self.n != vm.u32(vm.g + (self.layout.g_str + 12 if self.layout.g_str >= 0 else self.layout.g_strnum)):
+            self._strings_on_the_move(table, mask + 1)
+        if bad > (vm.state == "sweep strings"):      # which follows the one chain that it is at by itself
             vm.notes.append(f"{bad:,} chains of the string table lead to what is no string, or out of the core")
+
+    def _strings_on_the_move(self, table: int, buckets: int) -> None:
+        """List the strings of the other table too, each once, where a stop has caught LuaJIT moving all strings into
+        a table of twice or half the size: it is a chunk of that size that is full of strings."""
+        vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
+        heap = lj_alloc.read(vm.target, vm.target.word(vm.g + self.layout.g_allocd) or 0)
+        if heap is None:
+            return
+        chunk, _, least, most = lj_alloc.chunks(vm.target, heap)
+        for count in (2 * buckets, buckets // 2):
+            size = self.layout.ref * count
+            for other in (chunk[(least <= size) & (size <= most)] + 16).tolist():
+                n, _, bad = kernel.strings(*self.buffer, vector(vm), other, count, *rows, self.n)
+                if other != table and n > self.n and bad <= 1:
+                    _, first = np.unique(self.address[:n], return_index=True)
+                    for column in rows:
+                        column[:len(first)] = column[first]
+                    self.n = len(first)
+                    vm.notes.append(f"LuaJIT is moving its strings from the table at {table:#x}, of {buckets:,} slots, to "
+                                    f"one at {other:#x}, of {count:,}: those of both are listed")
+                    return
 
     def _finalizable(self) -> None:
         """Userdata that wait for their finalizer are on a ring of their own."""

@@ -52,18 +52,18 @@ def in_flight(vm: VM, gap: int) -> Flight | None:
     flight.chunks = list(zip((chunk[odd] + 16).tolist(), size[odd].tolist()))
     flight.named, flight.full = int(named[odd].sum()), bool((named > most).any())
     flight.gone = list(zip(block[~inside].tolist(), length[~inside].tolist()))
-    counted = flight.named + _sum(flight.gone) - _sum(flight.unfinished) - gap
-    if counted < 0:
-        flight.swept = [string for string in _swept(vm) if string[1] == -counted][:1]
-        counted += _sum(flight.swept)
-    left = [size for _, size in flight.gone]        # counted still, when the allocator is about to free or move them
-    if len(odd) + len(left) <= _FEW and _adds_up(counted, least[odd].tolist() + left, most[odd].tolist() + left):
-        flight.counted = counted
+    left = _sizes(flight.gone)                      # counted still, when the allocator is about to free or move them
+    counted = flight.named + sum(left) - sum(_sizes(flight.unfinished)) - gap
+    if len(odd) + len(left) <= _FEW:
+        for swept in ([], *([string] for string in _swept(vm))):
+            if _adds_up(counted + sum(_sizes(swept)), least[odd].tolist() + left, most[odd].tolist() + left):
+                flight.swept, flight.counted = swept, counted + sum(_sizes(swept))
+                break
     return flight
 
 
-def _sum(of: Blocks) -> int:
-    return sum(size for _, size in of)
+def _sizes(of: Blocks) -> list[int]:
+    return [size for _, size in of]
 
 
 def _adds_up(total: int, least: list[int], most: list[int]) -> bool:

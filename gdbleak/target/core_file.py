@@ -13,6 +13,7 @@ from .elf import PF_W, PT_LOAD
 from .target import ANONYMOUS, Mapping, Source, Target, TargetError
 
 _ARM_TLS = 0x401
+_VECTORS = ("NT_FPREGSET", 0x202)    # FXSAVE; NT_X86_XSTATE, which begins with the same and has more
 _LAST = (1 << 64) - 1  # no address lies beyond
 _FILE_ROOM = 1 << 32  # address space kept for files that turn out to be the target's
 
@@ -102,6 +103,8 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
             elif kind == "NT_AUXV":
                 words = [int.from_bytes(raw[k:k + 8], "little") for k in range(0, len(raw) // 16 * 16, 8)]
                 auxv = dict(zip(words[::2], words[1::2]))
+            elif kind in _VECTORS and found and len(raw) > len(found[-1].vectors) + 32:
+                found[-1].vectors = raw[32:]             # before: addresses of the last x87 instruction and its data
             elif kind == _ARM_TLS and found:
                 found[-1].registers["tpidr"] = int.from_bytes(raw[:8], "little")
             elif kind == "NT_FILE" and not isinstance(parsed, (bytes, str)):

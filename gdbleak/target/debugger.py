@@ -183,11 +183,26 @@ def _threads_of(inferior, arch: threads_.Architecture) -> list[threads_.Thread]:
                     values[name] = int(value.cast(gdb.lookup_type("unsigned long"))) & (1 << 64) - 1
                 except (gdb.error, ValueError):
                     continue
-            found.append(threads_.Thread(thread.ptid[1] or thread.ptid[0], values, arch))
+            found.append(threads_.Thread(thread.ptid[1] or thread.ptid[0], values, arch, vectors=_vectors_of(frame)))
     finally:
         if before is not None and before.is_valid():
             before.switch()
     return found
+
+
+def _vectors_of(frame: gdb.Frame) -> bytes:
+    """What the widest vector registers hold that this machine has."""
+    for name, count, view in (("zmm", 32, "v8_int64"), ("ymm", 16, "v4_int64"), ("xmm", 16, "v2_int64"), ("v", 32, "d")):
+        try:
+            words = []
+            for number in range(count):
+                value = frame.read_register(f"{name}{number}")[view]
+                value = value["u"] if view == "d" else value
+                words += [int(value[k]) & (1 << 64) - 1 for k in range(value.type.range()[1] + 1)]
+            return b"".join(word.to_bytes(8, "little") for word in words)
+        except (gdb.error, ValueError):
+            continue
+    return b""
 
 
 def _auxv() -> dict[int, int]:

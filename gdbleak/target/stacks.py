@@ -1,6 +1,8 @@
 """Where threads keep their stacks, their thread-local storage and their descriptors (struct pthread), ended ones too."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .address_space import PAGE
@@ -10,6 +12,7 @@ from .threads import Thread
 
 DESCRIPTOR = 2304              # bytes of a struct pthread that are looked at; releases differ little in it
 _AT_RANDOM = 25                # auxv: points into the main thread's stack
+_TID = 0x2d0                   # of struct pthread
 
 
 def stack_of(target: Target, thread: Thread) -> tuple[int, int] | None:
@@ -73,8 +76,16 @@ def _described_stack(target: Target, descriptor: int) -> tuple[int, int] | None:
     return None
 
 
-def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """(descriptor, stack) of threads that have ended and whose stacks glibc keeps for the next one, in `ranges`.
+class Ended(NamedTuple):
+    """A thread that has ended: its descriptor's address, its stack, and what of the descriptor still holds something."""
+
+    descriptor: int
+    stack: tuple[int, int]
+    alive: list[tuple[int, int]]
+
+
+def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[Ended]:
+    """Threads that have ended and whose stacks glibc keeps for the next one, in `ranges`.
 
     A descriptor's first and third word name itself.
     """
@@ -93,5 +104,27 @@ def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[tuple[i
                 for at in own[part[twice] == own].tolist():
                     stack = _described_stack(target, at) if at not in alive else None
                     if stack:
-                        found.append((at, stack))
+                        found.append(Ended(at, stack, _still_held(target, at, stack[1])))
     return found
+
+
+def _still_held(target: Target, descriptor: int, end: int) -> list[tuple[int, int]]:
+    """What an ended thread's descriptor holds: the dtv; and its result where another thread may still join it.
+
+    tid, at 0x2d0 in every x86-64 release so far, is -1 once it was joined; a detached thread's joinid names itself.
+    Its argument lies behind its start routine, and is nobody's any more.
+    """
+    held = [(descriptor + 8, descriptor + 16)]
+    parts = target.space.present(descriptor, min(descriptor + DESCRIPTOR, end))
+    if not parts or parts[0][0] != descriptor or parts[0][1] < descriptor + _TID + 16:
+        return held
+    words = target.space.words_of(descriptor, parts[0][1] & ~7)
+    after = words[_TID // 8:]
+    if int(after[0]) & 0xffffffff or np.uint64(descriptor) in after:
+        return held
+    code = [k for k, word in enumerate(after.tolist()) if target.is_code(word)]
+    begin = descriptor + _TID
+    if not code:
+        return held
+    routine = begin + 8 * code[0]
+    return held + [(begin, routine), (routine + 16, parts[0][1] & ~7)]

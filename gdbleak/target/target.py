@@ -108,6 +108,11 @@ class Target:
         mapping = self.mapping_at(address)
         return (mapping.start, mapping.end) if mapping else None
 
+    def is_code(self, address: int | None) -> bool:
+        """Whether `address` lies in executable memory."""
+        mapping = self.mapping_at(address) if address else None
+        return mapping is not None and "x" in mapping.perms
+
     def find_stacks(self) -> None:
         """Give each thread the mapping its stack pointer lies in."""
         for thread in self.threads:

@@ -39,6 +39,7 @@ class Thread:
     arch: Architecture
     signal: int = 0
     stack: tuple[int, int] | None = None
+    vectors: bytes = b""            # what the vector registers hold, as far as it is known
 
     @property
     def sp(self) -> int:

@@ -66,6 +66,4 @@ def signed(arrays) -> tuple:
 
 def buffer_of(space) -> tuple:
     """(words, starts, ends, offsets) as int64, of a process's own half of the address space."""
-    starts, ends, offsets = space.table()
-    own = ends < np.uint64(1 << 63)                        # not vsyscall, whose address is a negative number then
-    return signed((space.words, starts[own], ends[own], offsets[own]))
+    return space.words.view(np.int64), *space.signed_table()

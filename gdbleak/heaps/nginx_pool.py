@@ -352,9 +352,8 @@ def _by_structure(nginx: Nginx) -> None:
 def _pools_of(target: Target, heap: GlibcHeap, header: int) -> tuple[np.ndarray, np.ndarray]:
     """(table of the pools of one heap, owner of each block)."""
     space = target.space
-    table = space.table([(region.start, region.end) for region in heap.regions])
-    words = space.words.view(np.int64)
-    buffer = words, table.starts.view(np.int64), table.ends.view(np.int64), table.offsets.view(np.int64)
+    table = space.signed_table([(region.start, region.end) for region in heap.regions])
+    buffer = space.words.view(np.int64), *table
     blocks = heap.blocks
     rows = (blocks.address.view(np.int64), blocks.size.view(np.int64), blocks.state)
     page = target.auxv.get(6, 4096)

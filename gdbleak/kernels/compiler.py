@@ -29,9 +29,20 @@ _ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.d
 _VERSION = "2"
 
 
+_sources: dict[str, bytes] = {}      # module -> its source, as it was when it was imported
+
+
+def _remember(function) -> None:
+    """Keep the source of a kernel's module: what is compiled is what was imported, whatever the file says by then."""
+    if function.__module__ not in _sources:
+        with open(sys.modules[function.__module__].__file__, "rb") as stream:
+            _sources[function.__module__] = stream.read()
+
+
 def helper(function):
     """Mark a function that compiled kernels call; it stays a plain function for everybody else."""
     function.is_kernel_helper = True
+    _remember(function)
     return function
 
 
@@ -54,6 +65,7 @@ class Kernel:
 
     def __init__(self, function, array_form):
         self.function, self.array_form = function, array_form
+        _remember(function)
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._call = None
 
@@ -78,10 +90,16 @@ def _kernels(module) -> list[Kernel]:
             if isinstance(value, Kernel) and value.function.__module__ == module.__name__]
 
 
-def _helper_files(module) -> set[str]:
-    """The files of the helpers that a module's kernels call from other modules."""
-    return {sys.modules[value.__module__].__file__ for value in vars(module).values()
-            if getattr(value, "is_kernel_helper", False)}
+def _helper_modules(module) -> set[str]:
+    """The modules of the helpers that a module's kernels call, and that those call."""
+    found, pending = set(), [module.__name__]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += [value.__module__ for value in vars(sys.modules[name]).values()
+                        if getattr(value, "is_kernel_helper", False)]
+    return found
 
 
 def _parameters(function) -> list[str]:
@@ -103,10 +121,8 @@ def _machine_code(module) -> dict:
         cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
         target = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3,
                                                                             codemodel="jitdefault", jit=True)
-        source = b""
-        for path in sorted({module.__file__, __file__, *_helper_files(module)}):
-            with open(path, "rb") as stream:
-                source += stream.read()
+        with open(__file__, "rb") as stream:
+            source = stream.read() + b"".join(_sources[name] for name in sorted(_helper_modules(module)))
         import llvmlite
         stamp = f"{_VERSION} {llvmlite.__version__} {cpu} {features} {sys.version_info[:2]}"
         digest = hashlib.sha256(source + stamp.encode()).hexdigest()[:24]

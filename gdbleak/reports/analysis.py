@@ -63,7 +63,7 @@ class Analysis:
     def types(self):
         """The types of malloc blocks (`graph.types.Types`)."""
         from ..graph import types
-        return types.of(self.target, self.native.nodes.heaps, self.nginx, self.luajit)
+        return types.of(self.target, self.glibc, self.nginx, self.luajit)
 
     @cached_property
     def process(self):

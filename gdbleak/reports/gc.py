@@ -58,46 +58,66 @@ def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
     report.say(f"LuaJIT VM{which}{owner} at {vm.main:#x}, found by {vm.found_by}: {layout}; collector: {vm.state}")
     vm.graph   # for the notes it makes
     check = vm.check()
-    report.add(Data({"type": "check", "name": f"gc.total of the VM at {vm.main:#x}", "ours": check.ours,
-                     "truth": check.truth, "gap": check.gap}))
+    item = {"type": "check", "name": f"gc.total of the VM at {vm.main:#x}", "ours": check.ours, "truth": check.truth,
+            "gap": check.gap}
+    report.add(Data(item))
     if check.gap:
-        explained, words = _explain(vm, check.gap)
-        verdict = "self-check: explained gap" if explained else "self-check FAILED"
-        report.say(f"  {verdict}: gc.total: ours {check.ours:,}, its own counter {check.truth:,}, "
-                   f"gap {check.gap:+,} bytes")
-        report.say(f"  {words}")
+        flight = in_flight(vm, check.gap)
+        item["explained"] = _is_explained(vm, flight)
+        item["in_flight"] = [{"address": address, "bytes": size} for address, size in flight.chunks] if flight else []
+        report.say(f"  self-check {'does not close, and why is known' if item['explained'] else 'FAILED'}: gc.total: "
+                   f"ours {check.ours:,}, its own counter {check.truth:,}, gap {check.gap:+,} bytes")
+        report.say(f"  {_explain(vm, check.gap, flight)}")
     else:
         report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
     for note in vm.notes:
         report.say(f"  note: {note}")
 
 
-def _explain(vm: VM, gap: int) -> tuple[bool, str]:
-    """(whether a gap is one that a stop can make, and proven; what explains it in words), from the allocator's
-    chunks, from where the threads stood and from what the collector did."""
-    inside = [thread for thread in vm.target.threads if vm.runs(thread.pc)]
+def _inside(vm: VM) -> list:
+    """The threads that stood in LuaJIT's own code, or in code that it made."""
+    return [thread for thread in vm.target.threads if vm.runs(thread.pc)]
+
+
+def _is_explained(vm: VM, flight: Flight | None) -> bool:
+    """Whether something that a stop can catch under way makes up the gap. (What names more than there is room for is
+    caught for a few instructions only: else it is damaged.)"""
+    return flight is not None and flight.counted is not None and not (flight.full and not _inside(vm))
+
+
+def _explain(vm: VM, gap: int, flight: Flight | None) -> str:
+    """What explains a gap, from the allocator's chunks, from where the threads stood and what the collector did."""
+    inside = _inside(vm)
     where = ", ".join(f"thread {t.lwp} at {printable(vm.target.name_of(t.pc) or hex(t.pc), 60)}" for t in inside[:3])
     stood = f"stopped inside LuaJIT ({where})" if inside else "no thread stood in LuaJIT's own code"
-    flight = in_flight(vm, gap)
     if flight is not None and flight.counted is not None:
-        return not flight.named, f"explained: {_under_way(flight)}; {stood}"
+        return f"explained by {'; '.join(_under_way(flight))}; {stood}, collector: {vm.state}"
     if gap < 0:
-        return False, (f"{stood}: an object that LuaJIT has counted and not linked yet, as while a string is copied in, "
-                       f"would explain {-gap:,} bytes")
+        return (f"{stood}: an object that LuaJIT has counted and not linked yet, as while a string is copied in, would "
+                f"explain {-gap:,} bytes")
     if vm.state.startswith("sweep"):
-        return False, f"{stood}: objects that the sweep has freed and not unlinked yet would explain {gap:,} bytes"
-    return False, f"{stood}: nothing known explains {gap:,} bytes too many; the layout may not fit this build"
+        return f"{stood}: objects that the sweep has freed and not unlinked yet would explain {gap:,} bytes"
+    return f"{stood}: nothing known explains {gap:,} bytes too many; the layout may not fit this build"
 
 
-def _under_way(flight: Flight) -> str:
-    """The operation that a stop has caught, which makes up the gap."""
-    if not flight.chunks:
-        return "freed, and named still: " + ", ".join(f"{size:,} bytes at {at:#x}" for at, size in flight.gone)
-    count = f"{len(flight.chunks)} allocations" if len(flight.chunks) > 1 else "one allocation"
-    where = ", ".join(f"{at:#x} (chunk of {size:,})" for at, size in flight.chunks)
-    why = "counted, and in no list yet or any more" if not flight.named and not flight.gone else \
-        f"the VM names {flight.named + sum(size for _, size in flight.gone):,}: being resized, or damaged"
-    return f"{count} in flight: {where}: {flight.counted:,} bytes, {why}"
+def _under_way(flight: Flight):
+    """What a stop has caught under way, in words."""
+    if flight.chunks:
+        count = f"{len(flight.chunks)} allocations" if len(flight.chunks) > 1 else "one allocation"
+        where = ", ".join(f"{address:#x} (a chunk of {size:,})" for address, size in flight.chunks)
+        state = f"being resized (the VM names {flight.named:,} bytes there)" if flight.named else \
+            "in none of the VM's lists yet, or no more"
+        yield f"{count} in flight, {flight.counted:,} bytes that gc.total counts: {where}, {state}"
+    if flight.gone:
+        yield "what is freed or moved, and named still: " + _listed(flight.gone)
+    if flight.swept:
+        yield "a string that is counted out, and not unlinked yet: " + _listed(flight.swept)
+    if flight.unfinished:
+        yield "a function whose upvalues are not set yet: " + _listed(flight.unfinished)
+
+
+def _listed(blocks: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{size:,} bytes at {address:#x}" for address, size in blocks)
 
 
 def _totals(report: Report, vm: VM) -> None:

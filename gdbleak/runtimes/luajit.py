@@ -352,8 +352,8 @@ class _List:
                     for column in rows:
                         column[:len(first)] = column[first]
                     self.n = len(first)
-                    vm.notes.append(f"LuaJIT is moving its strings from the table at {table:#x}, of {buckets:,} slots, to "
-                                    f"one at {other:#x}, of {count:,}: those of both are listed")
+                    vm.notes.append(f"LuaJIT is moving its strings from the table at {table:#x}, of {buckets:,} slots, "
+                                    f"to one at {other:#x}, of {count:,}: those of both are listed")
                     return
 
     def _finalizable(self) -> None:
@@ -399,9 +399,7 @@ def buffer_of(vm: VM):
     """(bytes, halves, words, starts, ends, offsets) for the kernels."""
     space = vm.target.space
     ranges = [(m.start, m.end) for m in vm.target.mappings if m.writable and (not m.path or m.path.startswith("["))]
-    table = space.table(ranges)
-    signed = (table.starts.view(np.int64), table.ends.view(np.int64), table.offsets.view(np.int64))
-    return (space.bytes, space.words.view(np.int32), space.words.view(np.int64), *signed)
+    return space.bytes, space.words.view(np.int32), space.words.view(np.int64), *space.signed_table(ranges)
 
 
 def vector(vm: VM) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a stop has caught under way in a LuaJIT heap: blocks that are counted and in no list, or named and freed already.
+"""What a stop has caught under way in a LuaJIT heap: blocks that are counted and in no list, or freed and named still.
 
 Every chunk of lj_alloc that is in use belongs to something that the VM names, and is as large as that needs. Where a
 stop has caught an allocation, that does not hold for its chunk; whether it makes up the gap is then a plain sum.

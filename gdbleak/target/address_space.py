@@ -122,6 +122,13 @@ class AddressSpace:
             self._table = Table(*(np.array(column, np.uint64) for column in self._lists()))
         return self._table
 
+    def signed_table(self, ranges=()) -> Table:
+        """The same as signed numbers (int64), for kernels that know no others: without the vsyscall page, the one piece in
+        the upper half, which would be a negative number at the end."""
+        table = self.table(ranges)
+        own = int(np.searchsorted(table.ends, np.uint64(1 << 63), "right"))
+        return Table(*(column[:own].view(np.int64) for column in table))
+
     def find(self, address: int) -> tuple[int, int] | None:
         """(buffer offset, bytes available from there on without a break) of `address`, or None when absent."""
         starts, ends, offsets = self._lists()

@@ -18,9 +18,11 @@ from ..kernels import pointers as kernel
 from ..kernels.graph import NATIVE
 from ..runtimes.luajit_names import prototype_rows
 from . import roots
+from .classes import is_cplusplus
 from .dominators import Dominators
 from .graph import Groups, Tree, fold
 from .native import EDGES, NO_NODE, TILE, Native, check_room
+from .types import CLASS, Types
 
 BLOCK, POOL, PLACE, ROOT = 1, 2, 0, 3           # kinds of rows; Lua objects have the kinds of kernels.luajit, 4 and up
 BYTES_A_ROW = 90                # what trees and dominators need for each row
@@ -32,9 +34,9 @@ _UNKNOWN = 1
 class Process:
     """The graph in CSR: `begins`, `targets` (int32). `own`: bytes of each row (int64), `kind` (uint8)."""
 
-    def __init__(self, native: Native, pooled: np.ndarray | None):
-        """`pooled`: which blocks are nginx pools' (bool over Nodes), None: there is no nginx."""
-        self.native, self.nodes = native, native.nodes
+    def __init__(self, native: Native, pooled: np.ndarray | None, types: Types | None = None):
+        """`pooled`: which blocks are nginx pools' (bool over Nodes), None: there is no nginx. `types`: of the blocks."""
+        self.native, self.nodes, self._types = native, native.nodes, types
         blocks, c = len(native.nodes), native.edges
         self.places = roots.Places(native.roots)
         self.firsts, last = [], blocks                     # first row of each VM's objects
@@ -215,11 +217,16 @@ class Process:
     # -- shapes --------------------------------------------------------------------------------------------------------
     @cached_property
     def detail(self) -> np.ndarray:
-        """What rows of one kind must share to be alike (int32): functions their prototype, blocks with pointers (records of
-        some type, mostly) their size."""
+        """What rows of one kind must share to be alike (int32): functions their prototype; blocks of a C++ program their class;
+        other blocks with pointers (records of some type, mostly) their size."""
         detail, blocks = np.full(len(self), -1, np.int32), len(self.nodes)
         pointing = np.diff(self.begins[:blocks + 1]) > 0
         detail[:blocks][pointing] = np.minimum(self.nodes.size[pointing] >> np.uint64(4), 1 << 30).astype(np.int32)
+        if self._types is not None and blocks and is_cplusplus(self.nodes.target):
+            numbers = self.nodes.over_heaps([self._types.of_rows(number, np.arange(len(heap.blocks)))
+                                             for number, heap in enumerate(self.nodes.heaps)])
+            classes = np.array([name.kind == CLASS for name in self._types.names] + [False])[numbers]
+            detail[:blocks][classes] = -2 - numbers[classes]
         for vm, first in zip(self.native.vms, self.firsts):
             detail[first:first + len(vm.objects)] = prototype_rows(vm)
         return detail

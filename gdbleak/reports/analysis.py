@@ -72,7 +72,7 @@ class Analysis:
         native, pooled = self.native, None
         if self.nginx and len(native.nodes):
             pooled = native.nodes.over_heaps([owner > 0 for _, owner in self.nginx.owners])
-        return Process(native, pooled)
+        return Process(native, pooled, self.types)
 
     @cached_property
     def malloc_owner(self) -> str:

@@ -313,7 +313,7 @@ class Names:
         cannot unwind it."""
         before, found = gdb.selected_thread(), []
         try:
-            thread = next((t for t in gdb.selected_inferior().threads() if lwp in t.ptid), None)
+            thread = next((t for t in gdb.selected_inferior().threads() if (t.ptid[1] or t.ptid[0]) == lwp), None)
             if thread is None or not thread.is_stopped():
                 return []
             thread.switch()

@@ -25,6 +25,11 @@ def size_name(size: int) -> str:
     return str(size)
 
 
+def count(number: int, what: str) -> str:
+    """`1 block`, `1,234 blocks`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def share(part: int, whole: int) -> str:
     """A percentage with one decimal, "-" of nothing."""
     return f"{100 * part / whole:.1f}%" if whole else "-"

@@ -12,7 +12,7 @@ from ..graph.native import Native
 from ..quantities import size as size_of
 from .analysis import Analysis
 from .blocks import Names, preview
-from .document import Data, Report, Table, printable, share
+from .document import Data, Report, Table, count, printable, share
 from .selection import describe, rows_of_set
 from .words import BlockWords
 
@@ -91,13 +91,13 @@ def _groups(native: Native, words: BlockWords, wanted: np.ndarray) -> list[Group
     heads = np.flatnonzero(leaks.direct & wanted)
     sizes = nodes.size[leaks.rows].astype(np.int64)
     below = np.bincount(leaks.head, weights=sizes, minlength=len(leaks.rows)).astype(np.int64)
-    count = np.bincount(leaks.head, minlength=len(leaks.rows))
+    members = np.bincount(leaks.head, minlength=len(leaks.rows))
     numbers = words.numbers(leaks.rows[heads])
     groups = []
     for number in np.unique(numbers).tolist():
         at = heads[numbers == number]
         rows, own = leaks.rows[at], sizes[at]
-        groups.append(Group(*words.name(number), rows, int(own.sum()), _usable(native, rows), int(count[at].sum()) - len(at),
+        groups.append(Group(*words.name(number), rows, int(own.sum()), _usable(native, rows), int(members[at].sum()) - len(at),
                             int(below[at].sum()) - int(own.sum()), int(leaks.cyclic[at].sum())))
     return sorted(groups, key=lambda group: (-group.total, group.what))
 
@@ -120,7 +120,7 @@ def _totals(report: Report, native: Native, wanted: np.ndarray, chosen: str) -> 
     total, own = int(size[rows].sum()), int(size[direct].sum())
     pending, stacked = native.rows_of(states.PENDING), native.on_stack
     alone = stacked.rows[stacked.word >= 0]
-    report.say(f"{len(rows):,} blocks, {total:,} bytes ({share(total, in_use)} of what is in use) are unreachable"
+    report.say(f"{count(len(rows), 'block')}, {total:,} bytes ({share(total, in_use)} of what is in use) {'is' if len(rows) == 1 else 'are'} unreachable"
                f"{': ' + chosen if chosen else ''}: {len(direct):,} directly ({own:,} bytes), {len(rows) - len(direct):,} only "
                f"from those ({total - own:,} bytes)")
     report.totals(blocks=len(rows), bytes=total, usable_bytes=_usable(native, rows), direct_blocks=len(direct),
@@ -134,13 +134,13 @@ def _nearly(report: Report, native: Native) -> None:
     """What is neither a leak nor plainly alive."""
     size, pending, stacked = native.nodes.size, native.rows_of(states.PENDING), native.on_stack
     if len(pending):
-        report.say(f"pending: {len(pending):,} blocks, {int(size[pending].sum()):,} bytes are held by dead Lua objects alone: the "
-                   "next collection releases them; they are no leak, and not counted above")
+        report.say(f"pending: {count(len(pending), 'block')}, {int(size[pending].sum()):,} bytes, held by dead Lua objects alone: the "
+                   "next collection releases them; no leak, and not counted above")
     alone = stacked.word >= 0
     if not alone.any():
         return
     rows, words = stacked.rows[alone], stacked.word[alone]
-    report.say(f"suspicious: {len(rows):,} blocks, {int(size[rows].sum()):,} bytes are held by one stack word or register alone, "
+    report.say(f"suspicious: {count(len(rows), 'block')}, {int(size[rows].sum()):,} bytes, held by one stack word or register alone, "
                "not counted above: a local variable that is alive, or a leftover that hides a leak")
     numbers, at = np.unique(words, return_inverse=True)
     bytes, blocks = np.bincount(at, weights=size[rows]).astype(np.int64), np.bincount(at)

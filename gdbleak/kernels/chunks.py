@@ -39,44 +39,47 @@ def _row(address, first, last, user):
 
 
 def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, first, budget, notes):
+    """Python goes from header to header, NumPy does the rest for all chunks of one piece of memory at once."""
     memory = memoryview(words)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
-    p, stop, n, first, why = int(p), int(stop), int(n), int(first), END
-    low = high = i = 0
-    known = n > first                          # the chunk before is of this region: keep it as the first of the lists
-    users, sizes = ([int(address[n - 1])], [int(size[n - 1])]) if known else ([], [])
-    states = bytearray([state[n - 1]] if known else [])
-    goal = len(users) + int(budget)
-    while p < stop:
-        if len(users) >= goal:
-            why = BUDGET
-            break
-        if not low <= p or p + 16 > high:
-            k = bisect.bisect_right(starts, p) - 1
-            if k < 0 or p + 16 > ends[k]:
-                why = ABSENT
+    p, stop, n, first = int(p), int(stop), int(n), int(first)
+    goal = n + int(budget)
+    while p < stop and n < goal:
+        k = bisect.bisect_right(starts, p) - 1
+        if k < 0 or p + 16 > ends[k]:
+            return n, p, ABSENT
+        i, last = (offsets[k] + p - starts[k]) >> 3, min(stop, ends[k] - 15)
+        chunks = []
+        append = chunks.append
+        for _ in range(goal - n):
+            length = memory[i + 1] & -8
+            if length < 32 or length & 15 or length > stop - p:
                 break
-            low, high, i = starts[k], ends[k], (offsets[k] + p - starts[k]) >> 3
-        head = memory[i + 1]
-        length = head & ~7
-        if not head & 1 and users and states[-1] == IN_USE:
-            states[-1] = FREE
-            if memory[i] != sizes[-1]:
-                if not notes[0]:
-                    notes[1] = p
-                notes[0] += 1
-        if length < 32 or length & 15 or length > stop - p:
-            why = FENCE if length == 16 else BAD_SIZE
-            break
-        users.append(p + 16)
-        sizes.append(length)
-        states.append(IN_USE)
-        p += length
-        i += length >> 3
-    begin = n - known
-    address[begin:begin + len(users)], size[begin:begin + len(users)] = users, sizes
-    state[begin:begin + len(users)] = np.frombuffer(states, np.uint8)
-    return begin + len(users), p, why
+            append(p)
+            p += length
+            if p >= last:
+                break
+            i += length >> 3
+        bad = p < last and len(chunks) < goal - n
+        seen = np.array(chunks + [p] * bad, np.uint64)     # also what cannot be a chunk says whether the one before is in use
+        at = ((seen - np.uint64(starts[k]) + np.uint64(offsets[k])) >> _U3).astype(np.int64)
+        heads = words[at + 1]
+        sizes = heads & _NOT7
+        count = len(chunks)
+        address[n:n + count], size[n:n + count], state[n:n + count] = seen[:count] + _U16, sizes[:count], IN_USE
+        behind = n + np.flatnonzero(heads & _ONE == 0)      # rows whose predecessor is free
+        behind = behind[behind > first]
+        behind = behind[state[behind - 1] == IN_USE]
+        state[behind - 1] = FREE
+        wrong = behind[words[at[behind - n]] != size[behind - 1]]
+        if len(wrong):
+            if not notes[0]:
+                notes[1] = seen[wrong[0] - n]
+            notes[0] += np.uint64(len(wrong))
+        n += count
+        if bad:
+            return n, p, FENCE if memory[i + 1] & -8 == 16 else BAD_SIZE
+    return n, p, END if p >= stop else BUDGET
 
 
 @kernel(_walk_array)

@@ -52,13 +52,18 @@ class Dominators:
     def tree(self, via: np.ndarray, nearest: np.ndarray, roots: np.ndarray, own: np.ndarray) -> Tree:
         """The dominator tree as a `Tree`: a row of `roots` that is a child of the root has -1 - its index as parent, the root
         itself, above what several of them lead to, -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels, which are kept where they are the
-        dominator's own, else the label is SEVERAL, or less for the large ones (by `own`, int64) right below the root, each of
-        which stands for itself."""
+        dominator's own, else the label is SEVERAL, or less for the large ones (by `own`, int64) right below the root or below
+        one of `roots`, each of which stands for itself."""
         rows, root = len(self.number), int(self.vertex[0])
         parent, labels = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
         kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, parent, labels)
         retained = self.retained(own)
-        heavy = np.flatnonzero((self.dominator == 0) & (LARGE * retained >= retained[0]))[1:]
+        high = np.zeros(len(self), bool)                     # by number: the root, and the roots right below it
+        high[self.number[roots[self.number[roots] > 0]]] = True
+        high &= self.dominator == 0
+        high[0] = True
+        heavy = np.flatnonzero(high[self.dominator] & (LARGE * retained >= retained[self.dominator]))
+        heavy = heavy[(heavy > 0) & (labels[self.vertex[heavy]] == SEVERAL)][:-SEVERAL]
         labels[self.vertex[heavy]] = SEVERAL - 1 - np.arange(len(heavy))
         top = np.flatnonzero(parent[roots] == root)
         parent[roots[top]], labels[roots[top]] = -1 - top, 0

@@ -101,9 +101,20 @@ def test_refs(held):
     assert len(rows(reply.items, "what refers to it")) == said["referrers"]
 
 
+def test_refs_of_a_set(held):
+    """Each of the 500 texts is held by one entry, and holds nothing."""
+    _, core = held
+    items = leak_json("leak-refs --size 1008 --state in-use", core)
+    said = totals(items)
+    assert (said["blocks"], said["referrers"], said["pointers_in"], said["pointers_out"]) == (500, 500, 500, 0)
+    found = rows(items, "what refers to them")
+    assert sum(int(row["Pointers"]) for row in found) == 500 and sum(int(row["Blocks of the set"]) for row in found) == 500
+
+
 def test_flames(held, tmp_path):
     _, core = held
-    for command, key in (("retained", "reachable_bytes"), ("path --size 1008", "bytes"), ("unreachable", "bytes")):
+    for command, key in (("retained", "reachable_bytes"), ("path --size 1008", "bytes"), ("unreachable", "bytes"),
+                         ("refs --size 1008", "bytes")):
         flame = tmp_path / "flame.folded"
         word, *rest = command.split()
         done = run_cli(word, *rest, "--core", core.core, "--exe", core.exe, "--flame", flame, "--json", tmp_path / "said.json")
@@ -117,7 +128,7 @@ def test_flames(held, tmp_path):
     ("leak-path", "give an address, or a set of blocks"),
     ("leak-path 0", "no block in use and no Lua object begins at or holds 0x0"),
     ("leak-path --size 5-4", "empty"),
-    ("leak-refs", "required"),
+    ("leak-refs", "give an address, or a set of blocks"),
     ("leak-retained --size x", "no address or number"),
     ("leak-unreachable --state free", "unrecognized arguments"),
 ])

@@ -73,10 +73,11 @@ def _flame(build, what: str) -> None:
     build.add_argument("--flame", metavar="FILE", help=f"write a flame graph ({what}) as .svg, .folded or .txt")
 
 
-def _set(build, states: bool = True) -> None:
+def _set(build, states: bool = True, state: str = "all") -> None:
     build.add_argument("--size", metavar="LOW-HIGH", help="only chunks of LOW <= size < HIGH, e.g. 256k-512k")
     if states:
-        build.add_argument("--state", choices=STATES, default="all", help="only blocks in this state (default all)")
+        build.add_argument("--state", choices=STATES, default=state,
+                           help=f"only blocks in this state (default {state})")
     else:
         build.set_defaults(state="all")
     build.add_argument("--arena", metavar="N", help="only blocks of this arena (0 is main), or `mmapped`")
@@ -114,8 +115,7 @@ def _blocks(build):
 
 
 def _types(build):
-    _set(build)
-    build.set_defaults(state="in-use")
+    _set(build, state="in-use")
     _top(build, 40)
     _min_bytes(build)
     _flame(build, "kind of type -> type")
@@ -168,17 +168,21 @@ def _retained(build):
 
 
 def _path(build):
-    build.add_argument("address", nargs="*", action=_Joined, default="",
-                       help="an address, register ($rsp) or expression; without one, a set of blocks")
-    _set(build)
-    _top(build, 10)
-    _min_bytes(build)
+    _address_or_set(build, 10)
     _flame(build, "root -> ... -> block")
 
 
 def _refs(build):
-    _address(build)
-    _top(build, 20)
+    _address_or_set(build, 20)
+    _flame(build, "what refers to the blocks")
+
+
+def _address_or_set(build, top: int) -> None:
+    build.add_argument("address", nargs="*", action=_Joined, default="",
+                       help="an address, register ($rsp) or expression; without one, a set of blocks")
+    _set(build)
+    _top(build, top)
+    _min_bytes(build)
 
 
 def _address(build):

@@ -190,6 +190,13 @@ class Process:
         at = np.flatnonzero(self.targets == row)[:most]
         return np.unique(np.searchsorted(self.begins, at, "right") - 1).tolist()
 
+    def edges_into(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, targets) of all edges to rows, but for those of the root."""
+        mine = np.zeros(len(self), bool)
+        mine[rows] = True
+        at = np.flatnonzero(mine[self.targets[:self.begins[self.root]]])
+        return np.searchsorted(self.begins, at, "right") - 1, self.targets[at]
+
     def label(self, source: int, target: int) -> int:
         """The label of the first edge from one row to another."""
         if source >= len(self.nodes):

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..graph.process import MEMBER, NATIVE, PLACE, ROOT_NAME, Process
 from ..graph.roots import MODULE
+from ..kernels import luajit as kernel
 from ..runtimes.luajit_names import Names
 from .analysis import Analysis
 from .document import printable
@@ -67,6 +68,19 @@ class Words:
         if lua:
             return printable(self._lua[lua[0]].object(lua[1]), 100)
         return printable(self._blocks.name(int(self._blocks.numbers(np.array([row]))[0]))[0], 100)
+
+    def kinds(self, rows: np.ndarray) -> np.ndarray:
+        """A number for each row (int64), the same for blocks of one type, Lua objects of one kind, and one place."""
+        process, found = self.process, np.array(rows, np.int64)
+        blocks, lua = rows < len(process.nodes), (rows >= len(process.nodes)) & (rows < process.first_place)
+        found[blocks] = -1 - self._blocks.numbers(rows[blocks]).astype(np.int64)
+        found[lua] = -(1 << 40) - process.kind[rows[lua]].astype(np.int64)
+        return found
+
+    def kind(self, row: int) -> str:
+        """What all rows with its number in `kinds` are called."""
+        lua = self.process.object_of(row)
+        return f"Lua {kernel.KINDS[int(self.process.kind[row])]}" if lua else self.row(row)
 
     def edge(self, source: int, label: int) -> str:
         """An edge by its label: a field in Lua's words, `+0x18` of a block, `[*]`."""

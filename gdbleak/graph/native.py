@@ -13,7 +13,6 @@ from .. import channel
 from ..heaps.blocks import reserve
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import components as components_kernel
-from ..kernels import dominators as dominators_kernel
 from ..kernels import graph as graph_kernel
 from ..kernels import pointers as kernel
 from ..target.target import Target

@@ -9,7 +9,7 @@ from .. import channel
 from ..heaps.blocks import reserve
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import pointers as kernel
-from ..target.elf import PT_LOAD, PT_TLS, PF_W, STT_TLS, Module
+from ..target.elf import PT_LOAD, PT_TLS, PF_W, Module
 from ..target.stacks import ended_threads, live_part, own_stack, tls_of
 from ..target.target import Target
 from ..target.threads import Thread

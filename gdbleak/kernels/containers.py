@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import I32s, I64, I64s, U8s, helper, in_python, kernel
-from .pieces import piece
+from .pieces import at_most, piece
 from .pointers import NO_NODE
 
 # What part of a container a block is; of two findings about one block the higher stands.
@@ -228,14 +228,8 @@ def _headers_array(words, starts, ends, offsets, region_starts, region_ends, reg
 @helper
 def _next(starts, address):
     """Where the first word of the piece behind `address` is; far away when there is none."""
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= address:
-            low = middle + 1
-        else:
-            high = middle
-    return (starts[low] + 7) & -8 if low < len(starts) else 1 << 62
+    k = at_most(starts, address)
+    return (starts[k] + 7) & -8 if k < len(starts) else 1 << 62
 
 
 @kernel(_headers_array)
@@ -498,14 +492,8 @@ def _links_array(words, starts, ends, offsets, address, size, seen, kind, first,
 @helper
 def _row_among(address, user):
     """Row of the block that begins at `user`, without an index; -1: none does."""
-    low, high = 0, len(address)
-    while low < high:
-        middle = (low + high) >> 1
-        if address[middle] < user:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < len(address) and address[low] == user else -1
+    k = at_most(address, user) - 1
+    return k if k >= 0 and address[k] == user else -1
 
 
 @kernel(_links_array)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import I64, U8s, I32s, I64s, helper, in_python, kernel
 from .graph import NATIVE
+from .pieces import at_most
 
 STR, UPVAL, THREAD, PROTO, FUNC, TRACE, CDATA, TAB, UDATA = range(4, 13)   # the object types, as in ~LJ_T*
 KINDS = {STR: "string", UPVAL: "upvalue", THREAD: "thread", PROTO: "prototype", FUNC: "function", TRACE: "trace",
@@ -43,13 +44,7 @@ _WIDE, _WIDE_GC64 = 0x604208, 0x605fd9                  # IRT_IS64: the types wh
 @helper
 def _at(starts, ends, offsets, address, size):
     """Byte offset in the buffer of `address` when `size` bytes are there, else -1."""
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= address:
-            low = middle + 1
-        else:
-            high = middle
+    low = at_most(starts, address)
     if low == 0 or size < 0 or size > ends[low - 1] - address or address & 3:
         return -1
     return offsets[low - 1] + address - starts[low - 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import I32s, U64s, helper, kernel
+from .pieces import at_most
 
 _ZERO, _ONE, _TWO, _FOUR, _SIX, _U8, _U63 = (np.uint64(k) for k in (0, 1, 2, 4, 6, 8, 63))
 _U56 = np.uint64(56)
@@ -28,17 +29,10 @@ def _ones(x):
 @helper
 def owner(region_starts, region_ends, region_slots, bits, rank, address, size, value):
     """Row of the block that holds address `value`, or -1. Test first, outside, that it lies among the regions at all."""
-    low, high = 0, len(region_starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if region_starts[middle] <= value:
-            low = middle + 1
-        else:
-            high = middle
-    low -= 1
-    if low < 0 or value >= region_ends[low]:
+    region = at_most(region_starts, value) - 1
+    if region < 0 or value >= region_ends[region]:
         return -1
-    slot = region_slots[low] + ((value - region_starts[low]) >> _FOUR)
+    slot = region_slots[region] + ((value - region_starts[region]) >> _FOUR)
     word = slot >> _SIX
     row = np.int64(rank[word]) + _ones(bits[word] & ((_TWO << (slot & _U63)) - _ONE)) - 1
     if row < 0 or value - address[row] >= size[row] - _U8:

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import I32s, I64, I64s, U64, U64s, U8s, helper, kernel
 from .owners import owner, owners_array
-from .pieces import piece
+from .pieces import at_most, piece
 
 NO_NODE = 255
 
@@ -24,14 +24,8 @@ _NOWHERE = np.uint64(0xffffffffffffffff)
 @helper
 def _next_piece(starts, address):
     """Where the first piece behind `address` begins."""
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= address:
-            low = middle + 1
-        else:
-            high = middle
-    return starts[low] if low < len(starts) else _NOWHERE
+    k = at_most(starts, address)
+    return starts[k] if k < len(starts) else _NOWHERE
 
 
 def _pieces_in(starts, ends, offsets, low, high):

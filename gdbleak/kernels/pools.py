@@ -9,7 +9,7 @@ import numpy as np
 
 from . import I64, U8s, I32s, I64s, helper, kernel
 from .chunks import IN_USE
-from .pieces import piece
+from .pieces import at_most, piece
 
 # columns of the result of `measure`
 (ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG,
@@ -65,13 +65,7 @@ def candidates(words: I64s, starts: I64s, ends: I64s, offsets: I64s, address: I6
 @helper
 def _at(starts, ends, offsets, address, size):
     """Index of the word at `address` when `size` bytes are there, else -1."""
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= address:
-            low = middle + 1
-        else:
-            high = middle
+    low = at_most(starts, address)
     if low == 0 or address > ends[low - 1] - size or address & 7:   # a sum could overflow, and any word be an address
         return -1
     return (offsets[low - 1] + address - starts[low - 1]) >> 3
@@ -80,13 +74,7 @@ def _at(starts, ends, offsets, address, size):
 @helper
 def _row_holding(address, size, user):
     """Row of the block whose usable bytes hold `user`, or -1."""
-    low, high = 0, len(address)
-    while low < high:
-        middle = (low + high) >> 1
-        if address[middle] <= user:
-            low = middle + 1
-        else:
-            high = middle
+    low = at_most(address, user)
     if low == 0 or user >= address[low - 1] + size[low - 1] - 8:
         return -1
     return low - 1

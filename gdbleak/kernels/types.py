@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import I32s, I64, I64s, U8s, helper, kernel
-from .pieces import piece
+from .pieces import at_most, piece
 from .pointers import NO_NODE
 
 # How a block begins. FOUND + k: with the k-th of the words that point into modules.
@@ -27,14 +27,8 @@ _NONE = np.uint64(0)
 @helper
 def _in(starts, ends, value):
     """Whether a sorted stretch holds `value`."""
-    low, high = 0, len(starts)
-    while low < high:
-        middle = (low + high) >> 1
-        if starts[middle] <= value:
-            low = middle + 1
-        else:
-            high = middle
-    return low > 0 and value < ends[low - 1]
+    k = at_most(starts, value) - 1
+    return k >= 0 and value < ends[k]
 
 
 @helper

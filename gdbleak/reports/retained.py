@@ -7,7 +7,7 @@ from ..flame import Profile
 from ..graph import roots
 from ..quantities import size as size_of
 from .analysis import Analysis
-from .document import Report, Table, printable, share
+from .document import Report, Table, printable
 from .groups import Folded
 from .selection import describe, rows_of_set
 from .unreachable import say_roots

@@ -4,23 +4,22 @@ Exit status: 0 done, 1 something was found that was asked to be absent, 2 the an
 """
 import argparse
 import contextlib
+import importlib
 import os
 import shlex
 import shutil
 import signal
 import sys
 import time
-from typing import Iterator, List, NamedTuple, Optional
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from . import __version__, core_probe
+from .arguments import Parser, add_process_options, check_process_options, is_single, seconds
+from .commands import options
 
 DONE, FAILED = 0, 2
 INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 PROGRESS_AFTER = 0.5  # seconds
-OWN_WORDS = {
-    "doctor": "what gdbleak finds here: GDB, its Python, the packages, and what mends it",
-    "gdb-script": "print the path of the file to source in GDB",
-}
 
 
 class Failure(Exception):
@@ -73,13 +72,8 @@ def run(arguments: List[str]) -> int:
         print(overview())
     elif word == "--version":
         print("gdbleak", __version__)
-    elif word == "gdb-script":
-        Parser(prog="gdbleak gdb-script", description=OWN_WORDS[word]).parse_args(rest)
-        from .environment import PACKAGE
-
-        print(PACKAGE / "gdb_script.py")
-    elif word == "doctor":
-        return doctor(rest)
+    elif word in OWN_WORDS:
+        return OWN_WORDS[word].run(rest)
     else:
         return analyse(word, rest)
     return DONE
@@ -87,39 +81,39 @@ def run(arguments: List[str]) -> int:
 
 def overview() -> str:
     """The text of `gdbleak --help`."""
-    from .commands.options import COMMANDS
-
-    words = {**COMMANDS, **OWN_WORDS}
+    words = {**options.COMMANDS, **{word: own.summary for word, own in OWN_WORDS.items()}}
     width = max(map(len, words))
     lines = [f"  {word:{width}}  {summary}" for word, summary in words.items()]
     return "\n".join([
-        "usage: gdbleak WORD (--core FILE [--exe FILE] [--sysroot DIR] | -p PID) [options]", "",
+        "usage: gdbleak WORD (--core FILE [--exe FILE] [--sysroot DIR] | -p PID | -p -PGID | --exe PATH |",
+        "                     -c 'COMMAND') [options]", "",
         "Who holds the memory of a process or a core file.", "", *lines, "",
         "gdbleak WORD --help tells the options. In GDB: source what gdb-script names, then leak-WORD.",
         "Exit status: 0 done, 1 found what was asked to be absent, 2 the analysis failed."])
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def __init__(self, **settings):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
-
-    def error(self, message: str):
-        self.exit(FAILED, f"{self.prog}: {message} ({self.prog} --help tells more)\n")
-
-
-def add_target_options(parser: Parser) -> None:
+def add_target_options(parser: argparse.ArgumentParser) -> None:
     """What is analysed, and by which GDB."""
     group = parser.add_argument_group("target")
-    which = group.add_mutually_exclusive_group(required=True)
+    which = group.add_mutually_exclusive_group()
     which.add_argument("--core", metavar="FILE", help="a core file")
-    which.add_argument("-p", dest="pid", metavar="PID", type=int,
-                       help="a process: it is stopped, copied, let go; then the copy is analysed")
+    add_process_options(which, group)
     group.add_argument("--exe", metavar="FILE",
-                       help="its executable (default: the one that the core names, if it is the same build)")
-    group.add_argument("--sysroot", metavar="DIR", help="where the files of the target's machine are")
+                       help="the executable (default: the one that the core names, if it is the same build); without "
+                            "--core, -p and -c: each process that runs it")
+    group.add_argument("--sysroot", metavar="DIR", help="where the files of the target's machine are (default: what "
+                       "`gdbleak pack` put beside the core)")
     add_gdb_options(parser.add_argument_group("GDB"))
+
+
+def check_target_options(chosen: argparse.Namespace, parser: Parser) -> None:
+    """End with one line when the options name no target, or do not go together."""
+    if chosen.core is chosen.pid is chosen.command is chosen.exe is None:
+        parser.error("a target is required: --core, -p, -c or --exe")
+    for name, value in (("--fork", chosen.fork), ("--max-stop", chosen.max_stop)):
+        if value and chosen.core is not None:
+            parser.error(f"{name} goes with a process, not with --core")
+    check_process_options(chosen, parser)
 
 
 def add_gdb_options(group) -> None:
@@ -130,32 +124,47 @@ def add_gdb_options(group) -> None:
                        help="end a GDB that shows no sign of life for so long (default: 600)")
 
 
-def seconds(text: str) -> float:
-    """A positive number of seconds. Raises ValueError."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError(text)
-    return value
-
-
 def analyse(word: str, arguments: List[str]) -> int:
     """Run one analysis; its exit status. Raises Failure."""
-    from .commands import options
-
     if word not in options.COMMANDS:
         raise Failure(f"there is no '{word}'; gdbleak --help lists the words")
-    ours = Parser(add_help=False)
     both = Parser(prog="gdbleak " + word, description=options.COMMANDS[word],
                   parents=[options.parser(word, shell=True)])
-    for parser in (ours, both):
-        add_target_options(parser)
+    add_target_options(both)
     chosen = both.parse_args(arguments)
-    command = " ".join(["leak-" + word, *map(shlex.quote, ours.parse_known_args(arguments)[1])])
-    if "\n" in command:
-        raise Failure("an argument holds a line feed, which GDB cannot take")
+    check_target_options(chosen, both)
     gdb = find_gdb(chosen.gdb)
-    with Terminal() as terminal, the_target(chosen, terminal) as target:
-        return run_in_gdb(gdb, command, target, chosen.timeout, terminal)
+    with Terminal() as terminal, live_errors():
+        if chosen.core is None and not is_single(chosen):
+            from .several import analyse_each
+
+            return analyse_each(word, arguments, chosen, gdb, terminal)
+        command = command_line(word, arguments)
+        with the_target(chosen, terminal) as target:
+            return run_in_gdb(gdb, command, target, chosen.timeout, terminal)
+
+
+def command_line(word: str, arguments: List[str], *more: str, without: Tuple[str, ...] = ()) -> str:
+    """The GDB command for the shell's: less the options of the target, and those of `without`. Raises Failure."""
+    ours = Parser(add_help=False)
+    add_target_options(ours)
+    for option in without:
+        ours.add_argument(option)
+    words = [*ours.parse_known_args(arguments)[1], *more]
+    if any("\n" in word for word in words):
+        raise Failure("an argument holds a line feed, which GDB cannot take")
+    return " ".join(["leak-" + word, *map(shlex.quote, words)])
+
+
+@contextlib.contextmanager
+def live_errors() -> Iterator[None]:
+    """What says why a process cannot be copied, or a file is no core, is a Failure."""
+    from .target.ptrace import LiveError
+
+    try:
+        yield
+    except (LiveError, core_probe.NotACore) as error:
+        raise Failure(str(error)) from None
 
 
 def find_gdb(name: str) -> str:
@@ -213,19 +222,75 @@ class Terminal:
             self._on_screen = False
 
 
+class Silent(Terminal):
+    """A terminal that shows no report: only notes and progress."""
+
+    def report(self, data: bytes) -> None:
+        """Nothing."""
+
+
 @contextlib.contextmanager
 def the_target(chosen: argparse.Namespace, terminal: Terminal) -> Iterator[Target]:
-    """The core to analyse, with its files; the copy of a process ends with the context. Raises Failure."""
+    """The core to analyse, with its files; the copy of a process ends with the context. Raises Failure, LiveError."""
     if chosen.exe is not None and not os.path.isfile(chosen.exe):
         raise Failure(f"{chosen.exe}: no such file")
+    check_sysroot(chosen)
+    if chosen.core is not None:
+        from .pack import directory_of
+
+        packed = directory_of(chosen.core)
+        sysroot = chosen.sysroot or (packed if os.path.isdir(packed) else None)
+        yield core_target(chosen.core, chosen.exe, sysroot, terminal)
+        return
+    with contextlib.closing(copied_targets(chosen, terminal)) as copied:
+        for _, target in copied:
+            yield target
+
+
+def check_sysroot(chosen: argparse.Namespace) -> None:
+    """Raises Failure when the sysroot is none."""
     if chosen.sysroot is not None and not os.path.isdir(chosen.sysroot):
         raise Failure(f"{chosen.sysroot}: no such directory")
-    if chosen.core is not None:
-        yield core_target(chosen.core, chosen.exe, chosen.sysroot, terminal)
-        return
-    with process_copy(chosen.pid, terminal) as copy:
-        sysroot = chosen.sysroot or other_root(chosen.pid)
-        yield core_target(copy, chosen.exe, sysroot, terminal, f"/proc/{chosen.pid}/exe")
+
+
+def copied_targets(chosen: argparse.Namespace, terminal: Terminal) -> Iterator[Tuple]:
+    """Copy the processes that are chosen, one after the other: (snapshot.Copy, Target, or None where there is no copy).
+
+    A copy is gone when the next one is made. Raises LiveError."""
+    import tempfile
+
+    from .pack import pack
+    from .snapshot import copies, describe
+    from .target.room import field, roomy_directory
+
+    def progress(pid: int, done: int, total: int) -> None:
+        terminal.progress(f"copying process {pid}: {100 * done / max(total, 1):.0f} %")
+
+    def path_of(pid: int) -> str:
+        nonlocal directory
+        needed = field(f"/proc/{pid}/status", "VmRSS") * 5 // 4
+        directory = tempfile.mkdtemp(prefix="gdbleak-", dir=roomy_directory(needed))
+        return os.path.join(directory, f"core.{pid}")
+
+    directory = None
+    single = is_single(chosen)
+    try:
+        with contextlib.closing(copies(chosen, path_of, progress)) as made:
+            for copy in made:
+                if copy.problem:
+                    yield copy, None
+                    continue
+                for line in describe(copy):
+                    terminal.note(line if single else f"{copy.process.name} {copy.process.pid}: {line}")
+                path, exe, sysroot = copy.snapshot.path, chosen.exe if single else None, chosen.sysroot
+                if copy.files and not sysroot:
+                    packed = pack(path, copy.files)
+                    exe, sysroot = exe or packed.executable or None, packed.directory
+                yield copy, core_target(path, exe, sysroot, terminal, f"/proc/{copy.process.pid}/exe")
+                shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def core_target(path: str, exe: Optional[str], sysroot: Optional[str], terminal: Terminal,
@@ -242,65 +307,6 @@ def core_target(path: str, exe: Optional[str], sysroot: Optional[str], terminal:
         elif exe is None:
             terminal.note(f"gdbleak: without the executable: {problem}")
     return Target(os.path.abspath(path), exe and os.path.abspath(exe), sysroot and os.path.abspath(sysroot))
-
-
-@contextlib.contextmanager
-def process_copy(pid: int, terminal: Terminal) -> Iterator[str]:
-    """Stop a process, copy it, let it go: the path of the copy, gone after the context. Raises Failure."""
-    import tempfile
-
-    from .target import live
-
-    def progress(done: int, total: int) -> None:
-        terminal.progress(f"preparing the copy of process {pid}: {100 * done / max(total, 1):.0f} %")
-
-    with tempfile.TemporaryDirectory(prefix="gdbleak-", dir=roomy_directory(pid)) as directory:
-        try:
-            made = live.snapshot(pid, os.path.join(directory, f"core.{pid}"), progress)
-        except live.LiveError as error:
-            raise Failure(str(error)) from None
-        terminal.note(f"stopped for {made.stop_ms:.0f} ms ({made.bytes_copied / 1e6:.1f} MB copied)")
-        for lost in made.unreadable:
-            terminal.note(f"not copied: {lost.start:#x}-{lost.end:#x} {lost.path}: {lost.reason}")
-        yield made.path
-
-
-def roomy_directory(pid: int) -> str:
-    """Where a copy of the process fits: in memory, if there is plenty, for a shorter stop; else on disk."""
-    import tempfile
-
-    needed = 1.25 * memory_field(f"/proc/{pid}/status", "VmRSS")
-    spare = memory_field("/proc/meminfo", "MemAvailable")
-    places = ["/dev/shm"] * (spare > 3 * needed) + [tempfile.gettempdir(), "/var/tmp"]
-    if os.environ.get("TMPDIR"):
-        places.insert(0, tempfile.gettempdir())
-    usable = [place for place in places if os.access(place, os.W_OK)]
-    fitting = [place for place in usable if free_space(place) > needed]
-    return (fitting or sorted(usable, key=free_space)[-1:] or [tempfile.gettempdir()])[0]
-
-
-def free_space(directory: str) -> int:
-    """Bytes that can be written there."""
-    space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
-
-
-def memory_field(path: str, name: str) -> int:
-    """Bytes that a `name:  NUMBER kB` line of a file in /proc tells; 0 when there is none."""
-    try:
-        with open(path) as file:
-            return next((int(line.split()[1]) << 10 for line in file if line.startswith(name + ":")), 0)
-    except OSError:
-        return 0
-
-
-def other_root(pid: int) -> Optional[str]:
-    """The root directory of a process that sees other files than we do (a container), else None."""
-    root = f"/proc/{pid}/root"
-    try:
-        return None if os.path.samefile(root, "/") else root
-    except OSError:
-        return None
 
 
 def run_in_gdb(program: str, command: str, target: Target, timeout: float, terminal: Terminal) -> int:
@@ -322,6 +328,15 @@ def run_in_gdb(program: str, command: str, target: Target, timeout: float, termi
         raise Failure(str(failure)) from None
 
 
+def gdb_script(arguments: List[str]) -> int:
+    """Print the path of the file to source in GDB."""
+    from .environment import PACKAGE
+
+    Parser(prog="gdbleak gdb-script", description=OWN_WORDS["gdb-script"].summary).parse_args(arguments)
+    print(PACKAGE / "gdb_script.py")
+    return DONE
+
+
 def doctor(arguments: List[str]) -> int:
     """Tell what is here and what is missing; FAILED when nothing can be analysed. Raises Failure."""
     import subprocess
@@ -329,7 +344,7 @@ def doctor(arguments: List[str]) -> int:
     from .environment import PACKAGE
     from .gdb_driver import gdb_environment
 
-    parser = Parser(prog="gdbleak doctor", description=OWN_WORDS["doctor"])
+    parser = Parser(prog="gdbleak doctor", description=OWN_WORDS["doctor"].summary)
     add_gdb_options(parser)
     chosen = parser.parse_args(arguments)
     gdb = find_gdb(chosen.gdb)
@@ -348,5 +363,36 @@ def doctor(arguments: List[str]) -> int:
     return FAILED if ended.returncode else DONE
 
 
+class Word(NamedTuple):
+    """A word of the shell command alone: what it does, in a line, and what runs it (arguments -> exit status)."""
+
+    summary: str
+    run: Callable[[List[str]], int]
+
+
+def elsewhere(module: str, function: str, *first: str) -> Callable[[List[str]], int]:
+    """A function of a module that is imported when it is called, with `first` before the arguments. It may raise
+    LiveError and NotACore."""
+
+    def run(arguments: List[str]) -> int:
+        with live_errors():
+            return getattr(importlib.import_module("." + module, __package__), function)(*first, arguments)
+
+    return run
+
+
+OWN_WORDS: Dict[str, Word] = {
+    **{word: Word(summary, elsewhere("record.shell", "run", word)) for word, summary in options.RECORDINGS.items()},
+    "mmap-leaks": Word("another name of mmaps", elsewhere("record.shell", "run", "mmaps")),
+    "snapshot": Word("copy a process into a core file while it stands still for a moment",
+                     elsewhere("snapshot", "snapshot_word")),
+    "pack": Word("put the executable and the libraries of a core beside it, for where it is analysed",
+                 elsewhere("snapshot", "pack_word")),
+    "doctor": Word("what gdbleak finds here: GDB, its Python, the packages, and what mends it", doctor),
+    "gdb-script": Word("print the path of the file to source in GDB", gdb_script),
+}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    from gdbleak import cli  # the module that others import, not a second one of the same text
+
+    sys.exit(cli.main())

@@ -130,13 +130,13 @@ def _whole(data: bytes, size: int) -> bytes:
 
 def executable(core: Core, sysroot: str = "") -> Tuple[Optional[str], Optional[str]]:
     """(path, None) of the executable that the core is of, if this build is here; else (None, why not)."""
-    start, name = _main_program(core)
+    start, name = main_program(core)
     if not name:
         return None, "the core does not name its executable; name it with --exe"
     name = name[:-len(" (deleted)")] if name.endswith(" (deleted)") else name
     path = resolve(sysroot, name)
     with open(core.path, "rb") as file:
-        ours = _build_id(lambda address, size: _memory(core, file, address, size), start, core.order)
+        ours = build_id(lambda address, size: memory(core, file, address, size), start, core.order)
     if not ours:
         return None, f"the core does not hold the build-id of {name}; name the executable with --exe"
     if not os.path.isfile(path):
@@ -148,7 +148,7 @@ def executable(core: Core, sysroot: str = "") -> Tuple[Optional[str], Optional[s
     return path, None
 
 
-def _main_program(core: Core) -> Tuple[int, str]:
+def main_program(core: Core) -> Tuple[int, str]:
     """(first address, path) of the mapped file with the executable's program headers; (0, "") if unknown."""
     headers = core.auxv.get(AT_PHDR, 0)
     paths = [path for start, end, _, path in core.mappings if start <= headers < end]
@@ -156,7 +156,8 @@ def _main_program(core: Core) -> Tuple[int, str]:
     return (starts[0], paths[0]) if starts else (0, "")
 
 
-def _memory(core: Core, file: BinaryIO, address: int, size: int) -> bytes:
+def memory(core: Core, file: BinaryIO, address: int, size: int) -> bytes:
+    """What the core, opened as `file`, has of `size` bytes at `address`."""
     for segment in core.segments:
         if segment.kind == PT_LOAD and segment.address <= address < segment.address + segment.size:
             inside = address - segment.address
@@ -164,7 +165,7 @@ def _memory(core: Core, file: BinaryIO, address: int, size: int) -> bytes:
     return b""
 
 
-def _build_id(read, start: int, order: str) -> str:
+def build_id(read, start: int, order: str) -> str:
     """The build-id (hex) of the ELF image at address `start` of what `read(address, size)` reads, or ""."""
     head = read(start, 64)
     if head[:5] != b"\x7fELF\2" or len(head) < 64:
@@ -188,6 +189,6 @@ def file_build_id(path: str) -> str:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             order = ">" if data[5:6] == b"\2" else "<"
-            return _build_id(lambda offset, size: data[offset:offset + size], 0, order)
+            return build_id(lambda offset, size: data[offset:offset + size], 0, order)
     except (OSError, ValueError):
         return ""

@@ -11,421 +11,27 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 
 import numpy as np
 import pytest
-from elftools.elf.elffile import ELFFile
 
 from gdbleak.target import live
+from tests.live_target import (Core, as_root, by_hand, checksum, copy, gdb, gdb_memory, program, run,   # noqa: F401
+                               tools, wait_until)
 
-pytestmark = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("gdb")), reason="needs gcc and gdb")
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
+pytestmark = tools
 PAGE = live.PAGE
-SOURCE = r"""
-#define _GNU_SOURCE
-#include <errno.h>
-#include <poll.h>
-#include <pthread.h>
-#include <semaphore.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/epoll.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
-#include <fcntl.h>
-
-static uint64_t checksum(const unsigned char *p, size_t n)
-{
-    uint64_t sum = 0;
-    for (size_t i = 0; i + 8 <= n; i += 8) { uint64_t w; memcpy(&w, p + i, 8); sum = sum * 31 + w; }
-    return sum;
-}
-static void fill(unsigned char *p, size_t n)
-{
-    srandom(time(NULL) ^ getpid());
-    for (size_t i = 0; i < n; i++) p[i] = random();
-}
-static void say(const char *format, ...)
-{
-    char line[512]; va_list list;
-    va_start(list, format);
-    int n = vsnprintf(line, sizeof line, format, list);
-    va_end(list);
-    if (write(1, line, n) != n) _exit(3);
-}
-static int command(void)
-{
-    char c;
-    while (read(0, &c, 1) == 1) if (c != '\n') return c;
-    return 'q';
-}
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec / 1e9;
-}
-
-/* Every mode has a thread that counts, so that one can see whether the process runs. */
-static volatile uint64_t heartbeat;
-static void *beat(void *unused) { for (;;) { heartbeat++; usleep(200); } return unused; }
-static void start(void *(*function)(void *))
-{
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, function, NULL)) _exit(4);
-}
-
-/* threads: eight of them blocked in eight ways. */
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER, cond_mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t cond = PTHREAD_COND_INITIALIZER;
-static pthread_barrier_t barrier;
-static sem_t semaphore;
-static int pipes[3][2], go;
-static volatile int woken[8], failed[8];
-static double slept;
-uint64_t global_number;
-unsigned char *block;
-static void woke(int i, int bad) { failed[i] = bad ? errno ? errno : -1 : 0; woken[i] = 1; for (;;) pause(); }
-static __attribute__((noinline)) void *in_mutex(void *p) { woke(0, pthread_mutex_lock(&mutex)); return p; }
-static __attribute__((noinline)) void *in_cond(void *p)
-{
-    pthread_mutex_lock(&cond_mutex);
-    while (!go) pthread_cond_wait(&cond, &cond_mutex);
-    pthread_mutex_unlock(&cond_mutex);
-    woke(1, 0);
-    return p;
-}
-static __attribute__((noinline)) void *in_semaphore(void *p) { woke(2, sem_wait(&semaphore)); return p; }
-static __attribute__((noinline)) void *in_barrier(void *p)
-{
-    int result = pthread_barrier_wait(&barrier);
-    woke(3, result && result != PTHREAD_BARRIER_SERIAL_THREAD);
-    return p;
-}
-static __attribute__((noinline)) void *in_read(void *p)
-{
-    char c;
-    woke(4, read(pipes[0][0], &c, 1) != 1);
-    return p;
-}
-static __attribute__((noinline)) void *in_poll(void *p)
-{
-    struct pollfd wait = {pipes[1][0], POLLIN, 0};
-    woke(5, poll(&wait, 1, -1) != 1);
-    return p;
-}
-static __attribute__((noinline)) void *in_epoll(void *p)
-{
-    struct epoll_event event = {EPOLLIN, {0}};
-    int fd = epoll_create1(0), n;
-    epoll_ctl(fd, EPOLL_CTL_ADD, pipes[2][0], &event);
-    do n = epoll_wait(fd, &event, 1, -1); while (n < 0 && errno == EINTR);   /* any stop interrupts it */
-    woke(6, n != 1);
-    return p;
-}
-static __attribute__((noinline)) void *in_sleep(void *p)
-{
-    struct timespec time = {3, 0};
-    double before = seconds();
-    int result = nanosleep(&time, NULL);
-    slept = seconds() - before;
-    woke(7, result);
-    return p;
-}
-static int threads(void)
-{
-    size_t size = 3000000;
-    block = malloc(size);
-    fill(block, size);
-    global_number = (uint64_t)random() << 32 ^ random();
-    for (int i = 0; i < 3; i++) if (pipe(pipes[i])) return 5;
-    sem_init(&semaphore, 0, 0);
-    pthread_barrier_init(&barrier, NULL, 2);
-    pthread_mutex_lock(&mutex);
-    void *(*all[])(void *) = {
-        in_mutex, in_cond, in_semaphore, in_barrier, in_read, in_poll, in_epoll, in_sleep};
-    for (int i = 0; i < 8; i++) start(all[i]);
-    usleep(300000);
-    say("%lu %lu %zu %lu\n", global_number, (uint64_t)block, size, checksum(block, size));
-    for (uint64_t beats = 0;; beats++) {
-        if (command() == 'q') return 0;
-        pthread_mutex_unlock(&mutex);
-        pthread_mutex_lock(&cond_mutex);
-        go = 1;
-        pthread_cond_signal(&cond);
-        pthread_mutex_unlock(&cond_mutex);
-        sem_post(&semaphore);
-        pthread_barrier_wait(&barrier);
-        for (int i = 0; i < 3; i++) if (write(pipes[i][1], "x", 1) != 1) return 6;
-        for (int i = 0; i < 8; i++) while (!woken[i]) usleep(1000);
-        for (int i = 0; i < 8; i++) say("%d ", failed[i]);
-        say("%f\n", slept);
-    }
-}
-
-/* orphan: the main thread ends first. */
-static int orphan(void)
-{
-    global_number = 4711;
-    start(beat);
-    say("%lu\n", (uint64_t)&heartbeat);
-    pthread_exit(NULL);
-}
-
-/* churn: threads that come and go; an array whose elements are raised one after the other. */
-static uint64_t *array;
-static volatile uint64_t births;
-static void *short_life(void *p) { __atomic_add_fetch(&births, 1, __ATOMIC_RELAXED); return p; }
-static void *spawn(void *p)
-{
-    for (;;) {
-        pthread_t thread[3];
-        int n = 0;
-        while (n < 3 && !pthread_create(&thread[n], NULL, short_life, NULL)) n++;
-        while (n) pthread_join(thread[--n], NULL);
-    }
-    return p;
-}
-static int churn(int megabytes)
-{
-    size_t n = (size_t)megabytes << 17;
-    array = mmap(NULL, n * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    memset(array, 0, n * 8);
-    start(spawn); start(spawn); start(beat);
-    say("%lu %zu %lu %lu\n", (uint64_t)array, n, (uint64_t)&births, (uint64_t)&heartbeat);
-    for (;;) for (size_t i = 0; i < n; i++) array[i]++;
-}
-
-/* signals: counts those it receives while its main thread works. */
-static int received;    /* counted by two threads: a plain ++ of both at once would lose one */
-static void handler(int number) { (void)number; __atomic_fetch_add(&received, 1, __ATOMIC_SEQ_CST); }
-static int signals(int megabytes)
-{
-    struct sigaction action = {.sa_handler = handler, .sa_flags = SA_RESTART};
-    sigaction(SIGRTMIN, &action, NULL);
-    block = malloc((size_t)megabytes << 20);
-    memset(block, 1, (size_t)megabytes << 20);
-    start(beat);
-    say("%lu\n", (uint64_t)&heartbeat);
-    while (command() != 'q') say("%d\n", __atomic_load_n(&received, __ATOMIC_SEQ_CST));
-    return 0;
-}
-
-/* memory: mappings of all kinds, with values in them that are printed. */
-static unsigned char *map(size_t size, int prot, int flags, int fd)
-{
-    unsigned char *p = mmap(NULL, size, prot, flags, fd, 0);
-    if (p == MAP_FAILED) _exit(7);
-    return p;
-}
-static int memory(const char *directory)
-{
-    char name[4096];
-    int rw = PROT_READ | PROT_WRITE, anonymous = MAP_PRIVATE | MAP_ANONYMOUS;
-    unsigned char *none = map((size_t)1 << 40, PROT_NONE, anonymous | MAP_NORESERVE, -1);
-    unsigned char *huge = map((size_t)64 << 30, rw, anonymous | MAP_NORESERVE, -1);
-    madvise(huge, (size_t)64 << 30, MADV_NOHUGEPAGE);
-    for (int i = 0; i < 50; i++) memcpy(huge + i * ((size_t)1 << 30) + 12345, "\x11\x22\x33\x44", 4);
-    volatile unsigned char *only_read = huge + ((size_t)55 << 30);
-    if (*only_read) return 8;
-    unsigned char *shared = map(256 << 20, rw, MAP_SHARED | MAP_ANONYMOUS, -1);
-    if (fork() == 0) { memset(shared + (100 << 20), 0x5a, 8192); _exit(0); }   /* by another process */
-    wait(NULL);
-    unsigned char *secret = map(8192, rw, anonymous, -1);
-    madvise(secret, 8192, MADV_DONTDUMP);
-    for (int i = 0; i < 16; i++) sprintf((char *)secret + 6 * i, "%c%c%c-%d", 'k', 'e', 'y', i % 10);
-    snprintf(name, sizeof name, "%s/a file\nof two lines", directory);
-    int fd = open(name, O_RDWR | O_CREAT, 0600);
-    if (ftruncate(fd, 4 << 20)) return 9;
-    unsigned char *file = map(4 << 20, rw, MAP_SHARED, fd);
-    memset(file + (1 << 20), 0x77, 4096);
-    unlink(name);
-    unsigned char *closed = map(8192, rw, anonymous, -1);
-    memset(closed, 0x99, 8192);
-    mprotect(closed + 4096, 4096, PROT_NONE);
-    start(beat);
-    say("%lu %lu %lu %lu %lu %lu %lu\n", (uint64_t)none, (uint64_t)huge, (uint64_t)shared, (uint64_t)secret,
-        (uint64_t)file, (uint64_t)closed, (uint64_t)&heartbeat);
-    while (command() != 'q') say("%lu\n", heartbeat);
-    return 0;
-}
-
-/* pieces: a file mapping with touched and untouched parts, more than 16 bits can count. */
-static int pieces(const char *directory)
-{
-    char name[4096];
-    size_t count = 33000, step = 32 * 4096;
-    snprintf(name, sizeof name, "%s/pieces", directory);
-    int fd = open(name, O_RDWR | O_CREAT, 0600);
-    if (ftruncate(fd, count * step)) return 9;
-    unsigned char *p = map(count * step, PROT_READ | PROT_WRITE, MAP_SHARED, fd);
-    madvise(p, count * step, MADV_RANDOM);
-    for (size_t i = 0; i < count; i++) *(uint64_t *)(p + i * step) = i * i;
-    say("%lu %zu %zu\n", (uint64_t)p, count, step);
-    command();
-    return 0;
-}
-
-/* vfork: waits in the kernel, where nothing stops it, until its child ends. */
-static int waits_for_vfork(void)
-{
-    start(beat);
-    say("%lu\n", (uint64_t)&heartbeat);
-    if (vfork() == 0) { execl("/bin/sh", "sh", "-c", "exec sleep 0.0", NULL); _exit(1); }
-    if (vfork() == 0) { struct timespec t = {4, 0}; nanosleep(&t, NULL); _exit(0); }
-    command();
-    return 0;
-}
-
-int main(int argc, char **argv)
-{
-    const char *mode = argv[1], *argument = argc > 2 ? argv[2] : "";
-    if (!strcmp(mode, "threads")) return threads();
-    if (!strcmp(mode, "orphan")) return orphan();
-    if (!strcmp(mode, "churn")) return churn(atoi(argument));
-    if (!strcmp(mode, "signals")) return signals(atoi(argument));
-    if (!strcmp(mode, "memory")) return memory(argument);
-    if (!strcmp(mode, "pieces")) return pieces(argument);
-    if (!strcmp(mode, "vfork")) return waits_for_vfork();
-    return 2;
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("program")
-    (directory / "subject.c").write_text(SOURCE)
-    exe = directory / "subject"
-    subprocess.run(["gcc", "-g", "-O1", "-pthread", "-o", exe, directory / "subject.c"], check=True)
-    return str(exe)
-
-
-class Subject:
-    """A running program; `said` holds the numbers of its first line."""
-
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self.process.pid
-        self.said = [int(word) for word in self.process.stdout.readline().split()]
-
-    def ask(self, letter="a"):
-        self.process.stdin.write(letter)
-        self.process.stdin.flush()
-        return self.process.stdout.readline().split()
-
-    def word(self, address):
-        """A 64-bit word of its memory, now."""
-        with open("/proc/%d/mem" % self.pid, "rb", 0) as file:
-            file.seek(address)
-            return struct.unpack("<Q", file.read(8))[0]
-
-    def is_running(self, counter):
-        """Whether the counter at this address goes up."""
-        before = self.word(counter)
-        return wait_until(lambda: self.word(counter) > before + 10)
-
-    def state(self):
-        with open("/proc/%d/status" % self.pid) as file:
-            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-        return status["State"][0], status["TracerPid"]
-
-
-@pytest.fixture
-def run(program):
-    with contextlib.ExitStack() as stack:
-        def start(*arguments):
-            subject = Subject(program, *map(str, arguments))
-            stack.callback(subject.process.wait)
-            stack.callback(subject.process.kill)
-            return subject
-        yield start
-
-
-def wait_until(condition, timeout=20):
-    limit = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def gdb(exe, core, *commands):
-    """What GDB prints for `commands`; nothing may go wrong in it."""
-    arguments = [part for command in commands for part in ("-ex", command)]
-    start = ["gdb", "-nx", "-q", "-batch", "-iex", "set debuginfod enabled off"]
-    done = subprocess.run([*start, *arguments, exe, core], capture_output=True, text=True, timeout=120)
-    # Of any core file GDB says so when a file that was mapped is gone.
-    gone = r"warning: Can't open file [^:]* \(deleted\) during file-backed mapping note processing"
-    assert "warning" not in re.sub(gone, "", done.stderr).lower(), done.stderr
-    return done.stdout
-
-
-def gdb_memory(exe, core, path, start, size):
-    gdb(exe, core, "dump binary memory %s %d %d" % (path, start, start + size))
-    return path.read_bytes()
-
-
-class Core:
-    """A core file by pyelftools: its segments and notes."""
-
-    def __init__(self, path):
-        self.path = str(path)
-        with open(path, "rb") as file:
-            elf = ELFFile(file)
-            segments = list(elf.iter_segments())
-            self.loads = [s.header for s in segments if s.header.p_type == "PT_LOAD"]
-            self.notes = [note for s in segments if s.header.p_type == "PT_NOTE" for note in s.iter_notes()]
-
-    def count(self, kind):
-        return sum(note["n_type"] == kind for note in self.notes)
-
-    def read(self, address, size):
-        """Bytes of the core, None where it holds none."""
-        found = b""
-        with open(self.path, "rb") as file:
-            for load in self.loads:
-                start = load.p_vaddr
-                if start <= address + len(found) < start + load.p_filesz and len(found) < size:
-                    skip = address + len(found) - start
-                    file.seek(load.p_offset + skip)
-                    found += file.read(min(size - len(found), load.p_filesz - skip))
-        return found if len(found) == size else None
-
-
-def checksum(data):
-    total = 0
-    for word in np.frombuffer(data, np.uint64).tolist():
-        total = (total * 31 + word) % 2 ** 64
-    return total
-
-
-def by_hand(*arguments, **options):
-    """The module as a program, started."""
-    return subprocess.Popen([sys.executable, os.path.abspath(live.__file__), *map(str, arguments)],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
 BLOCKED_IN = {"in_mutex", "in_cond", "in_semaphore", "in_barrier", "in_read", "in_poll", "in_epoll",
               "in_sleep"}
 
 
-def test_gdb_reads_what_the_program_printed(run, program, tmp_path):
+def test_gdb_reads_what_the_program_printed(run, program, tmp_path, copy):
     subject = run("threads")
     number, block, size, total = subject.said
-    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    made = copy(subject.pid, str(tmp_path / "core"))
     assert (made.pid, made.exe, made.path) == (subject.pid, program, str(tmp_path / "core"))
     assert len(made.threads) == 9 and made.threads[0] == subject.pid
     assert made.stop_ms > 0 and made.bytes_copied > size and made.unreadable == []
@@ -445,22 +51,22 @@ def test_gdb_reads_what_the_program_printed(run, program, tmp_path):
     assert checksum(gdb_memory(program, made.path, tmp_path / "block", block, size)) == total
 
 
-def test_blocked_calls_go_on_as_if_nothing_had_been(run, tmp_path):
+def test_blocked_calls_go_on_as_if_nothing_had_been(run, tmp_path, copy):
     subject = run("threads")
     for _ in range(3):
-        live.snapshot(subject.pid, str(tmp_path / "core"))
+        copy(subject.pid, str(tmp_path / "core"))
     *failed, slept = subject.ask()
     assert [int(number) for number in failed] == [0] * 8
     assert 3.0 <= float(slept) < 6.0
     assert subject.state()[1] == "0"
 
 
-def test_every_snapshot_is_one_moment_while_threads_come_and_go(run, program, tmp_path):
+def test_every_snapshot_is_one_moment_while_threads_come_and_go(run, program, tmp_path, copy):
     subject = run("churn", 16)
     array, length, births, heartbeat = subject.said
     seen, born = set(), subject.word(births)
     for _ in range(20):
-        made = live.snapshot(subject.pid, str(tmp_path / "core"))
+        made = copy(subject.pid, str(tmp_path / "core"))
         core = Core(made.path)
         assert core.count("NT_PRSTATUS") == core.count("NT_FPREGSET") == len(made.threads) >= 4
         assert made.unreadable == []
@@ -476,9 +82,9 @@ def test_every_snapshot_is_one_moment_while_threads_come_and_go(run, program, tm
     assert len(re.findall(r"^[* ] +\d+ +(?:Thread .*)?\(?LWP \d+\)?", output, re.M)) == len(made.threads)
 
 
-def test_notes_are_the_kernels(run, program, tmp_path):
+def test_notes_are_the_kernels(run, program, tmp_path, copy):
     subject = run("threads")
-    core = Core(live.snapshot(subject.pid, str(tmp_path / "core")).path)
+    core = Core(copy(subject.pid, str(tmp_path / "core")).path)
     status = [note["n_desc"] for note in core.notes if note["n_type"] == "NT_PRSTATUS"]
     assert sorted(struct.unpack_from("<i", note, 32)[0] for note in status) == sorted(
         int(tid) for tid in os.listdir("/proc/%d/task" % subject.pid))
@@ -496,9 +102,9 @@ def test_notes_are_the_kernels(run, program, tmp_path):
     assert all(load.p_offset % PAGE == 0 for load in core.loads)
 
 
-def test_text_and_symbols_are_in_the_core(run, program, tmp_path):
+def test_text_and_symbols_are_in_the_core(run, program, tmp_path, copy):
     subject = run("threads")
-    core = Core(live.snapshot(subject.pid, str(tmp_path / "core")).path)
+    core = Core(copy(subject.pid, str(tmp_path / "core")).path)
     checked = 0
     for mapping in live.mappings(subject.pid):
         if mapping.inode and mapping.perms in ("r--p", "r-xp") and mapping.path == program:
@@ -513,10 +119,10 @@ def test_text_and_symbols_are_in_the_core(run, program, tmp_path):
     assert checked >= 2
 
 
-def test_main_thread_that_has_ended(run, program, tmp_path):
+def test_main_thread_that_has_ended(run, program, tmp_path, copy):
     subject = run("orphan")
     assert wait_until(lambda: subject.state()[0] == "Z")
-    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    made = copy(subject.pid, str(tmp_path / "core"))
     assert len(made.threads) == 1 and made.threads[0] != subject.pid
     output = gdb(program, made.path, "thread apply all bt", "print global_number")
     assert " beat (" in output and "$1 = 4711\n" in output
@@ -573,7 +179,7 @@ def test_stopped_process_stays_stopped(run, program, tmp_path):
     assert subject.is_running(heartbeat)
 
 
-def test_mappings_of_all_kinds(run, program, tmp_path):
+def test_mappings_of_all_kinds(run, program, tmp_path, copy):
     subject = run("memory", tmp_path)
     none, huge, shared, secret, file, closed, heartbeat = subject.said
 
@@ -581,7 +187,7 @@ def test_mappings_of_all_kinds(run, program, tmp_path):
         with open("/proc/%d/smaps" % subject.pid) as smaps:
             return re.search(r"^%x-.*?Rss: +(\d+) kB" % shared, smaps.read(), re.M | re.S).group(1)
     before = shared_pages()
-    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    made = copy(subject.pid, str(tmp_path / "core"))
     if os.geteuid() == 0:       # memory that nobody has touched was not created by reading it
         assert shared_pages() == before == "0" or int(shared_pages()) <= 8
         assert os.stat(made.path).st_blocks * 512 < 40e6
@@ -640,21 +246,21 @@ def test_both_ways_to_find_pages_agree(run, tmp_path):
     try:
         if pages.existing == pages._read:
             pytest.skip("this kernel has one way only")
-        mapped = [m for m in live.mappings(subject.pid) if "r" in m.perms and not live._is_skipped(m)]
+        mapped = [m for m in live.mappings(subject.pid) if "r" in m.perms and not live.is_skipped(m)]
         zeros = (huge + (55 << 30), huge + (55 << 30) + PAGE)       # the page that was only read
         for mapping in mapped:
             scanned, read = pages._scan(*mapping[:2]), pages._read(*mapping[:2])
-            assert scanned == live._without(read, [zeros])
+            assert scanned == live.without(read, [zeros])
             assert (mapping.start == huge) == (read != scanned)
         assert len(pages._scan(huge, huge + (64 << 30))) == 50
     finally:
         pages.close()
 
 
-def test_more_segments_than_16_bits_count(run, program, tmp_path):
+def test_more_segments_than_16_bits_count(run, program, tmp_path, copy):
     subject = run("pieces", tmp_path)
     address, count, step = subject.said
-    made = live.snapshot(subject.pid, str(tmp_path / "core"))
+    made = copy(subject.pid, str(tmp_path / "core"))
     core = Core(made.path)
     assert len(core.loads) > 65535
     last = count - 1
@@ -721,10 +327,10 @@ def nginx(tmp_path):
     process.wait()
 
 
-def test_nginx_worker(nginx, tmp_path):
+def test_nginx_worker(nginx, tmp_path, copy):
     exe, ask = nginx
     worker = ask("a-key-that-nobody-else-has")
-    made = live.snapshot(worker, str(tmp_path / "core"))
+    made = copy(worker, str(tmp_path / "core"))
     assert made.exe == exe and made.threads == (worker,)
     output = gdb(exe, made.path, "bt", "print *(int *) &ngx_pid", "info sharedlibrary")
     assert "epoll_wait" in output and "ngx_process_events_and_timers" in output
@@ -736,7 +342,7 @@ def test_nginx_worker(nginx, tmp_path):
         assert memory.read_into(zone.start, now) == 64 << 20
     assert b"a-key-that-nobody-else-has" in kept and kept == now
     for _ in range(5):
-        live.snapshot(worker, str(tmp_path / "core"))
+        copy(worker, str(tmp_path / "core"))
         assert ask() == worker
     assert (tmp_path / "error.log").read_text() == ""
 
@@ -822,7 +428,7 @@ def test_processes_that_are_not_there(tmp_path):
     with pytest.raises(live.LiveError, match="is a zombie that its parent, %d, has not" % os.getpid()):
         live.snapshot(child.pid, path)
     child.wait()
-    with pytest.raises(live.LiveError, match="^no process %d$" % child.pid):
+    with pytest.raises(live.LiveError, match="^no process %d: pgrep" % child.pid):
         live.snapshot(child.pid, path)
     with pytest.raises(live.LiveError, match="is this program itself"):
         live.snapshot(os.getpid(), path)
@@ -867,7 +473,7 @@ def test_process_that_is_killed_in_the_stop(run, tmp_path):
     said, error = child.communicate(timeout=60)
     assert subject.process.wait() == -signal.SIGKILL
     assert (child.returncode, said) == (2, "")
-    assert re.fullmatch(r"live.py: process %d (was killed while it was copied|has ended)\n" % subject.pid,
+    assert re.fullmatch(r"gdbleak-snapshot: process %d (was killed while it was copied|has ended)\n" % subject.pid,
                         error)
     assert list(tmp_path.iterdir()) == []
 
@@ -877,7 +483,7 @@ def test_control_c_in_the_stop(run, tmp_path):
     child = by_hand(subject.pid, tmp_path / "core")
     assert wait_until(lambda: subject.state()[0] == "t" or child.poll() is not None)
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=60) == ("", "live.py: interrupted; process %d runs on\n" % subject.pid)
+    assert child.communicate(timeout=60) == ("", "gdbleak-snapshot: interrupted; the process runs on\n")
     assert child.returncode == 130 and list(tmp_path.iterdir()) == []
     assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
 
@@ -927,7 +533,7 @@ def test_not_enough_space(run, tmp_path):
     if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("cannot mount")
     try:
-        lacking = r"not enough space in .*small: .* needs 5\d\.\d MB, 8\.\d MB are free"
+        lacking = r"not enough space in .*small: .* needs 5\d\.\d MB, 8\.\d MB are free: another directory mends it"
         with pytest.raises(live.LiveError, match=lacking):
             live.snapshot(subject.pid, str(small / "core"))
         assert list(small.iterdir()) == []
@@ -938,13 +544,11 @@ def test_not_enough_space(run, tmp_path):
     assert subject.is_running(subject.said[0])
 
 
-def test_by_hand(run, tmp_path):
+def test_by_hand(run, program, tmp_path):
     subject = run("threads")
     child = by_hand(subject.pid, tmp_path / "core")
     said, error = child.communicate(timeout=60)
-    assert re.fullmatch(r"process %d stood still for \d+\.\d ms; 9 threads, \d+\.\d MB copied to %s\n"
-                        % (subject.pid, re.escape(str(tmp_path / "core"))), said)
+    assert re.fullmatch(r"subject %d: stopped for \d+\.\d ms \(\d+\.\d MB copied\)\ngdb %s %s\n"
+                        % (subject.pid, program, re.escape(str(tmp_path / "core"))), said)
     assert (child.returncode, error) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["core"]
-    child = by_hand()
-    assert child.communicate(timeout=60) == ("", "usage: live.py PID FILE\n") and child.returncode == 2

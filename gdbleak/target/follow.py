@@ -1,0 +1,256 @@
+"""A command that is started, and caught when it ends: its threads then stand, and its memory is still there.
+
+Standard library only, Python 3.6 or later. Its threads are traced, which costs nothing but at the start of a thread
+and at a signal. Should this program be killed, the command runs on.
+"""
+import contextlib
+import errno
+import os
+import platform
+import signal
+import struct
+import time
+
+from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE, PTRACE_EVENT_STOP,
+                     PTRACE_O_TRACECLONE, PTRACE_SEIZE, WALL, Ended, LiveError, event_message, is_dead, next_stop,
+                     on_own_thread, ptrace, register_set, status_of, threads_of)
+
+_PTRACE_LISTEN, _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT = 0x4208, 0x40, 6
+# Number of exit(2), and where a stopped thread's registers have the number of its call.
+_EXIT, _CALL_NUMBER = {"x86_64": (60, 15 * 8), "aarch64": (93, 8 * 8)}.get(platform.machine(), (0, 0))
+_EXECVE = {"x86_64": (59, 322), "aarch64": (221, 281)}.get(platform.machine(), ())
+_GROUP_STOPS = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+_GRACE = 0.5            # seconds: after Ctrl-C the command, which gets it as well, may end by itself
+_TICK = 0.1
+_LAST = 0.2             # seconds that the other threads have to come to their end
+
+
+class AtExit:
+    """The threads of a process that stand at their exit, held by the calling thread; like `ptrace.Stopped`."""
+
+    def __init__(self, pid, threads):
+        self.pid = pid
+        self.threads = threads
+        self.began = self.milliseconds = None       # it would not go on anyway
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, function):
+        """What `function` returns."""
+        return function()
+
+    def check(self):
+        """LiveError when the process is gone."""
+        try:
+            register_set(self.threads[0], NT_PRSTATUS)
+        except OSError:
+            raise Ended("process %d was killed while it was copied" % self.pid)
+
+
+class Command:
+    """A command (a list of words) that was started, and waits for `follow`. Its output goes to standard error.
+
+    A context manager: at its end the command is ended as well. Raises LiveError when it cannot be started."""
+
+    def __init__(self, words):
+        self._words = words
+        self.ending = ""                # how it ended, in words
+        reader, self._release = os.pipe()
+        self._failure, failed = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            _start(words, reader, failed)
+        os.close(reader)
+        os.close(failed)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for fd in (self._release, self._failure):
+            if fd is not None:
+                os.close(fd)
+        self._release = self._failure = None
+        self.end()
+
+    def follow(self, at_exit, after=None):
+        """Let the command run. at_exit(stopped) is called, on a thread of its own, when it ends, with an `AtExit`; what
+        that returns is returned. None: it still runs, after so many seconds or Ctrl-C, and is no longer traced."""
+        follower = _Follower(self.pid, at_exit, after)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        try:
+            on_own_thread(lambda: follower.run(self._exec), follower.cancel)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return follower.outcome
+
+    def _exec(self):
+        """Let it begin. Raises LiveError."""
+        os.close(self._release)
+        self._release = None
+        error = os.read(self._failure, 4)
+        if error:
+            raise LiveError("cannot start %s: %s" % (self._words[0], os.strerror(struct.unpack("i", error)[0])))
+
+    def end(self, patience=5.0):
+        """Wait for its end when it is about to end, or else end it: politely, then not. Sets `ending`."""
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            if number and not self.ending:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+            deadline = time.monotonic() + (patience if number else _GRACE)
+            while not self.ending and time.monotonic() < deadline:
+                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
+                if found is None:
+                    time.sleep(0.01)
+                elif found.si_code == os.CLD_EXITED:
+                    self.ending = "ended with status %d" % found.si_status
+                else:
+                    self.ending = "was ended by signal %d (%s)" % (found.si_status, signal_name(found.si_status))
+
+
+def signal_name(number):
+    """As in SIGTERM."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a realtime signal"
+
+
+def _start(words, reader, failed):
+    """The child: wait until we are traced, then become the command."""
+    try:
+        # What Python ignores the command must not.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.dup2(2, 1)
+        for fd in _open_files():
+            if fd > 2 and fd not in (reader, failed):
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        os.read(reader, 1)
+        os.execvp(words[0], words)
+    except OSError as error:
+        os.write(failed, struct.pack("i", error.errno or errno.ENOENT))
+    finally:
+        os._exit(127)
+
+
+def _open_files():
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _call_of(tid):
+    """The number of the system call that a thread is blocked in, or None."""
+    try:
+        with open("/proc/%d/syscall" % tid) as file:
+            number = file.read().split()[0]
+    except (OSError, IndexError):
+        return None
+    return int(number) if number.isdigit() else None
+
+
+class _Follower:
+    """Traces a process until it ends, on the thread that calls `run`."""
+
+    def __init__(self, pid, at_exit, after):
+        self._pid, self._at_exit = pid, at_exit
+        self._deadline = after and time.monotonic() + after
+        self._known = {pid}
+        self._exiting = set()
+        self.outcome = None
+
+    def cancel(self):
+        """Stop following soon; may be called from another thread."""
+        self._deadline = min(self._deadline or float("inf"), time.monotonic() + _GRACE)
+
+    def run(self, begin):
+        """Follow the process. begin(): called when it is traced. Sets `outcome`."""
+        ptrace(PTRACE_SEIZE, self._pid, 0, PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT)
+        begin()
+        while self._deadline is None or time.monotonic() < self._deadline:
+            # A stop raises SIGCHLD, which stays pending while it is blocked.
+            signal.sigtimedwait({signal.SIGCHLD}, _TICK)
+            if self._handle_all():
+                self._wait_for_others()
+                threads = sorted(self._exiting, key=lambda tid: (tid != self._pid, tid))
+                self.outcome = self._at_exit(AtExit(self._pid, threads))
+                return
+            if not self._known:
+                raise LiveError("process %d was killed before it could be copied" % self._pid)
+
+    def _handle_all(self):
+        """Handle all stops that there are; whether the process is at its end."""
+        busy = True
+        while busy:
+            busy = False
+            for tid in sorted(self._known - self._exiting):
+                stop = self._stop(tid)
+                if stop is None:
+                    continue
+                busy = True
+                with contextlib.suppress(ProcessLookupError):       # killed meanwhile
+                    if self._handle(tid, *stop):
+                        return True
+        return False
+
+    def _stop(self, tid):
+        try:
+            return next_stop(tid)
+        except ProcessLookupError:
+            with contextlib.suppress(ChildProcessError):
+                if tid != self._pid:        # the process itself is for `Command`
+                    os.waitpid(tid, WALL | os.WNOHANG)
+            self._known.discard(tid)
+            return None
+
+    def _handle(self, tid, event, number):
+        """Let a thread go on after a stop; whether it is one at which the process ends."""
+        if event == _PTRACE_EVENT_EXIT:
+            if self._is_end(tid):
+                self._exiting.add(tid)
+                return True
+            ptrace(PTRACE_CONT, tid)
+        elif event == PTRACE_EVENT_CLONE:
+            self._known.add(event_message(tid))
+            ptrace(PTRACE_CONT, tid)
+        elif event == PTRACE_EVENT_STOP and number in _GROUP_STOPS:
+            ptrace(_PTRACE_LISTEN, tid)
+        elif event == PTRACE_EVENT_STOP and (status_of(tid) or {}).get("Tgid") != str(self._pid):
+            self._known.discard(tid)        # not a thread but a process, made by clone
+            ptrace(PTRACE_DETACH, tid)
+        else:
+            ptrace(PTRACE_CONT, tid, 0, 0 if event else number)
+        return False
+
+    def _is_end(self, tid):
+        """Whether all of the process ends with a thread at its exit."""
+        others = [other for other in threads_of(self._pid) if other != tid and not is_dead(other)]
+        if not others:
+            return True
+        number, = struct.unpack_from("<q", register_set(tid, NT_PRSTATUS), _CALL_NUMBER)
+        # It ends alone by exit(2); all but one end for an execve(2).
+        return number != _EXIT and not any(_call_of(other) in _EXECVE for other in others)
+
+    def _wait_for_others(self):
+        """The other threads end as well now: have them stand at their exit, too, for their registers."""
+        deadline = time.monotonic() + _LAST
+        while time.monotonic() < deadline:
+            left = [tid for tid in threads_of(self._pid) if tid not in self._exiting and not is_dead(tid)]
+            if not left:
+                return
+            for tid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    stop = next_stop(tid) if tid in self._known else None
+                    if stop is not None and stop[0] == _PTRACE_EVENT_EXIT:
+                        self._exiting.add(tid)
+                    elif stop is not None:
+                        self._handle(tid, *stop)
+            time.sleep(0.0005)

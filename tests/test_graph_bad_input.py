@@ -91,6 +91,34 @@ def test_missing_pages(paths, tmp_path):
     assert "partial" in reply.text
 
 
+@pytest.mark.parametrize("mode", ["unaligned", "heap", "region"])
+def test_stacks_where_one_does_not_expect_them(tmp_path, mode):
+    """A thread's stack in the middle of other data, or in a malloc block; data that looks like a thread descriptor."""
+    core = capture(build("stacks", "-O1"), tmp_path, mode)
+    unreachable, reached = answers(core, core.core, "leak-blocks --state unreachable --size 3008 --top 100",
+                                   "leak-blocks --state reached --size 3008")
+    assert totals(unreachable.items)["blocks"] == core.truth["lost"]
+    assert totals(reached.items)["blocks"] == core.truth["held"] - (mode == "heap")      # the stack has another size
+
+
+def test_hub_of_a_long_list(tmp_path):
+    """Thousands refer to one block, each by a path of its own length: a few of them are told, and at once."""
+    core = capture(build("stacks", "-O1"), tmp_path, "hub")
+    (reply,) = answers(core, core.core, f"leak-path {core.truth['hub']}")
+    assert totals(reply.items)["reached"]
+    assert max(len(line) for line in reply.text.splitlines()) < 1000
+
+
+def test_memory_that_the_core_leaves_out(tmp_path):
+    """Shared memory is not dumped, as the kernel's filter can say: what only it holds is not called a leak without a word."""
+    core = capture(build("leaks", "-O1"), tmp_path, "shared_memory", core_filter=0x31)
+    (reply,) = answers(core, core.core, "leak-unreachable")
+    said = totals(reply.items)
+    assert said["lost_root_bytes"] > 0 and "bytes that can hold pointers are not in the core" in reply.text
+    finding, = [item for item in items_of(reply.items, "finding") if item["kind"] == "unreachable"]
+    assert finding["confidence"] == "inferred"
+
+
 @pytest.mark.parametrize("command", ["leak-unreachable", "leak-retained", "leak-path --size 48", "leak-types"])
 @pytest.mark.parametrize("kind", ["size_zero", "size_huge", "size_thread", "bin_wild", "tcache_wild", "top_size"])
 def test_damaged_heaps(captured, kind, command):

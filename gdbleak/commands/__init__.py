@@ -6,5 +6,8 @@ def register() -> None:
     """Define the leak-* commands in this GDB. Touches nothing of the target."""
     from . import options
     from .base import LeakCommand
+    from .record import RecordCommand
     for name in options.COMMANDS:
         LeakCommand(name)
+    for name in options.RECORDINGS:
+        RecordCommand(name)

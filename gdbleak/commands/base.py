@@ -78,7 +78,7 @@ class LeakCommand(gdb.Command):
         if arguments.json and arguments.json != "-":
             _write(arguments.json, lambda: _save(arguments.json, report.json_text()))
         if flame:
-            _write(flame, lambda: write(report.profile, flame))
+            _write(flame, lambda: write(report.profile() if callable(report.profile) else report.profile, flame))
         return report.status
 
     def complete(self, text, word):

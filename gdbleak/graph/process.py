@@ -204,10 +204,14 @@ class Process:
                 if self.targets[c] == target:
                     return int(self.labels[c])
             return MEMBER
-        parent, via = np.full(len(self.nodes), -1, np.int32), np.full(len(self.nodes), _UNKNOWN, np.int32)
-        parent[target] = source
-        kernel.used(*self.nodes.buffer, *self.nodes.index, self.begins, parent, via, source, source + 1, NATIVE)
-        return int(via[target])
+        start = int(self.nodes.address[source])
+        for low, high in self.nodes.target.space.present(start, start + int(self.nodes.size[source]) - 8):
+            low = low + 7 & ~7
+            words = self.nodes.target.space.words_of(low, max(high & ~7, low))
+            at = np.flatnonzero(self.nodes.rows_at(words) == target)
+            if len(at):
+                return NATIVE - (low - start >> 3) - int(at[0])
+        return MEMBER
 
     # -- dominators ----------------------------------------------------------------------------------------------------
     @cached_property

@@ -44,6 +44,7 @@ class Roots:
     row: np.ndarray
     area: np.ndarray
     registers: dict[int, str]                # by area
+    absent: dict[str, int]                   # bytes of areas that are not there, by what they are
 
     @property
     def kind(self) -> np.ndarray:
@@ -58,8 +59,11 @@ def find(nodes: Nodes, vms: list) -> Roots:
     areas = find_areas(target, nodes.heaps, vms)
     room = sum((area.end - area.start) // 8 + 1 for area in areas)
     address, row, area_of = reserve(room, np.uint64), reserve(room, np.int32), reserve(room, np.int32)
-    n = 0
+    n, absent = 0, {}
     for number, area in enumerate(areas):
+        missing = area.end - area.start - sum(high - low for low, high in target.space.present(area.start, area.end))
+        if missing and area.kind != MODULE:              # of a module's data only what was never written is left out
+            absent[area_name(area)] = absent.get(area_name(area), 0) + missing
         table = target.space.table([(area.start, area.end)])
         buffer = target.space.words, table.starts, table.ends, table.offsets
         for at in range(area.start, area.end if len(nodes) else area.start, TILE):
@@ -73,7 +77,7 @@ def find(nodes: Nodes, vms: list) -> Roots:
             if name not in _NO_POINTERS:
                 registers.append((thread, name, value))
         words = np.frombuffer(thread.vectors[:len(thread.vectors) & ~7], np.uint64)
-        registers += [(thread, "of vectors", value) for value in np.unique(words).tolist()]
+        registers += [(thread, "(vector)", value) for value in np.unique(words).tolist()]
     held = nodes.nodes_at(np.array([value for *_, value in registers], np.uint64))
     found = np.flatnonzero(held >= 0)
     for k in found.tolist():
@@ -83,7 +87,7 @@ def find(nodes: Nodes, vms: list) -> Roots:
     last = len(areas)
     return Roots(target, areas, np.concatenate([address[:n], np.zeros(len(found), np.uint64)]),
                  np.concatenate([row[:n], held[found]]),
-                 np.concatenate([area_of[:n], np.arange(last - len(found), last, dtype=np.int32)]), names)
+                 np.concatenate([area_of[:n], np.arange(last - len(found), last, dtype=np.int32)]), names, absent)
 
 
 # -- where they lie ----------------------------------------------------------------------------------------------------
@@ -104,17 +108,18 @@ def find_areas(target: Target, heaps: list[GlibcHeap], vms: list) -> list[Area]:
     damaged = [Area(start, end, DAMAGED) for heap in heaps for region in heap.regions for start, end in region.damaged]
     foreign = [stretch for heap in heaps for region in heap.regions for stretch in region.foreign]
     lua = [area for vm in vms for area in _of_vm(taken, vm)]
-    live, storage = [], []
+    live, storage, heap = [], [], _Taken(taken)       # a stack in a malloc block is that block's words
     for thread in target.threads:
         stack, own = own_stack(target, thread), tls_of(target, thread)
         if stack and own and stack[0] <= thread.tp < stack[1]:      # both lie in one mapping, the frames below
             stack, own = (stack[0], max(own[0], stack[0])), (max(own[0], stack[0]), stack[1])
-        if stack:
-            live.append(Area(*live_part(thread, stack), STACK, thread))
-            taken.add(*stack)
         if own:
-            storage.append(Area(*own, STORAGE, thread))
-            taken.add(*own)
+            storage += [Area(start, end, STORAGE, thread) for start, end in heap.rest([own])]
+        part = live_part(thread, stack or thread.stack) if stack or thread.stack else None
+        if part:                       # where only the mapping is known, what lies below may be other data
+            live += [Area(start, end, STACK, thread) for start, end in heap.rest([part])]
+        for stretch in filter(None, (own, stack or part)):
+            taken.add(*stretch)
     ended = []
     for thread in ended_threads(target, taken.rest(target.anonymous())):
         taken.add(*thread.stack)
@@ -147,9 +152,9 @@ def _of_vm(taken: "_Taken", vm) -> list[Area]:
 class _Taken:
     """Stretches of addresses that are no plain roots."""
 
-    def __init__(self):
-        self._stretches: list[tuple[int, int]] = []
-        self._sorted = True
+    def __init__(self, other: "_Taken | None" = None):
+        self._stretches: list[tuple[int, int]] = list(other._stretches) if other else []
+        self._sorted = False
 
     def add(self, start: int, end: int) -> None:
         if start < end:
@@ -230,16 +235,8 @@ class Places:
         if area.kind == STACK:
             return self._stack_name(area.owner, address)
         if area.kind == REGISTER:
-            return f"register {roots.registers[int(roots.area[word])]} of thread {area.owner.lwp}"
-        if area.kind == LUA:
-            return "lua_State"
-        if area.kind == ENDED:
-            return "descriptor of an ended thread"
-        if area.kind == DAMAGED:
-            return "a damaged part of the heap"
-        path = getattr(area.owner, "path", "")
-        kind = "shared memory" if area.kind == SHARED else "mapped file" if path.startswith("/") else "mapped memory"
-        return f"{kind} {path.rsplit('/', 1)[-1]}".rstrip() + f" of {area.owner.size:,} bytes"
+            return f"register {roots.registers[int(roots.area[word])]}"
+        return area_name(area)
 
     def _stack_name(self, thread: Thread, address: int) -> str:
         storage = tls_of(self.roots.target, thread)
@@ -248,12 +245,26 @@ class Places:
         if thread.lwp not in self._frames:
             names = self.roots.target.debugger
             self._frames[thread.lwp] = names.frames(thread.lwp) if names else []
-        frame = next((frame for frame in reversed(self._frames[thread.lwp]) if frame[0] <= address), None)
-        if frame is None:
+        mapping = self.roots.target.mapping_at(address)         # a signal handler's frames can be on another stack
+        below = [frame for frame in self._frames[thread.lwp]
+                 if frame[0] <= address and mapping and mapping.start <= frame[0]]
+        if not below:
             side = f"+{address - thread.sp:#x}" if address >= thread.sp else f"-{thread.sp - address:#x} (red zone)"
-            return f"stack of thread {thread.lwp}, word {side}"
+            return f"stack word {side} from the stack pointer" if abs(address - thread.sp) < 1 << 20 else "stack word"
+        frame = max(below)
         function = f"{frame[1]}()" if frame[1] else self.roots.target.name_of(frame[2]) or "unknown code"
-        return f"stack of thread {thread.lwp}, word +{address - frame[0]:#x} in {function}"
+        return f"stack word +{address - frame[0]:#x} in {function}"
+
+
+def area_name(area: Area) -> str:
+    """What all words of an area that is no module's or stack's are called."""
+    names = {LUA: "lua_State", ENDED: "descriptor of an ended thread", DAMAGED: "a damaged part of the heap", STACK: "stack",
+             STORAGE: "thread-local storage"}
+    if area.kind in names:
+        return names[area.kind]
+    path = getattr(area.owner, "path", "")
+    kind = "shared memory" if area.kind == SHARED else "mapped file" if path.startswith("/") else "mapped memory"
+    return f"{kind} {path.rsplit('/', 1)[-1]}".rstrip() + (f" of {area.owner.size:,} bytes" if area.owner else "")
 
 
 def _variables(target: Target, module: Module, words: np.ndarray) -> np.ndarray:

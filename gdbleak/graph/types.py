@@ -5,6 +5,7 @@ object. Everything else is inferred: it looks like that.
 """
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from typing import NamedTuple
 
@@ -180,6 +181,7 @@ class Types:
             return self._number(name, MEASURED, CLASS)
         if "!" not in symbol and not self._leads_to_code(word):
             symbol = f"data of {symbol.rpartition('+')[0]}"              # there may be thousands of strings
+        symbol = re.sub(r"(?<=[^!])\+0x[0-9a-f]+\Z", "", symbol) if "!" in symbol else symbol     # one variable, one type
         return self._number(f"first word: {symbol}", INFERRED, POINTER)
 
     def _leads_to_code(self, word: int) -> bool:

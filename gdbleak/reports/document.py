@@ -94,7 +94,7 @@ class Data:
 
 @dataclass
 class Report:
-    """What a command prints. `profile`: what --flame writes; `status`: 0 done, 1 found what was asked to be absent."""
+    """What a command prints. `profile`: what --flame writes, or a function that makes it; `status`: 0 done, 1 found what was asked to be absent."""
 
     command: str
     items: list = field(default_factory=list)

@@ -60,7 +60,7 @@ class Folded:
         if above == "._LOADED" and text.startswith("."):
             text = text[1:]                      # a module's name
         if kind in (BLOCK, POOL):
-            text += " " + self._block(group)
+            text += f" ({self._block(group)})"
         elif kind not in _PLAIN and not (kind == kernel.PROTO and text == "(prototype)"):
             text += " " + (words.row(row) if kind in (kernel.FUNC, kernel.CDATA, kernel.UDATA) else kernel.KINDS[kind])
         return text.strip() + (" (repeated)" if groups.again[group] else ""), typed

@@ -5,15 +5,18 @@ import numpy as np
 
 from ..flame import Profile
 from ..graph import native as states
+from ..graph.graph import Groups
 from ..quantities import size as parse_size
 from ..target.target import TargetError
 from .analysis import Analysis
-from .document import Report, Table, printable, share
+from .document import Report, Table, count, printable, share
 from .groups import Folded
 from .selection import describe, rows_of_set
 from .words import Words, joined, shorten
 
 _DEEP = 24                      # so far up a path other ways in are looked for
+_LINES = 4                      # paths looked at for each that is shown, as some turn out to be called the same
+_FAR = 1_000_000                # steps of other paths that are walked at most
 _WHY = {states.UNREACHABLE: "nothing reaches it: no root leads here, it is leaked (leak-unreachable)",
         states.PENDING: "only dead Lua objects hold it: the next collection releases it"}
 
@@ -67,12 +70,13 @@ def _of_one(analysis: Analysis, arguments) -> Report:
     report.say()
     report.add(Table(["#", "by", "object", "address", "bytes"], _rows(process, words, steps, said),
                      "from the root down (the shortest path)", (1, 2, 3)))
-    others = _others(process, words, steps, max(arguments.top, 0))
+    folded = Folded(process, process.tree, words)
+    others = _others(process, words, folded.groups, steps, max(arguments.top, 0))
     if others:
         report.say()
         report.add(Table(["steps", "path"], [[len(said), joined(shorten(said))] for said in others],
                          "other ways to it, one of each shape", (1,)))
-    report.profile = _profile(analysis, np.array([row]))
+    report.profile = lambda: _profile(analysis, np.array([row]), folded)
     return report
 
 
@@ -88,16 +92,22 @@ def _rows(process, words: Words, steps: list[tuple[int, int]], said: list[str]) 
     return rows
 
 
-def _others(process, words: Words, steps: list[tuple[int, int]], most: int) -> list[list[str]]:
-    """Other paths, each of a shape of its own: those that leave the shortest one at one of its last steps."""
-    seen, found = {_shape(words.path(steps))}, []
+def _others(process, words: Words, groups: Groups, steps: list[tuple[int, int]], most: int) -> list[list[str]]:
+    """Other paths, each of a shape of its own: those that leave the shortest one at one of its last steps. Of referrers that
+    are reached in the same way one is looked at."""
+    seen, found, walked = {_shape(words.path(steps))}, [], 0
     for k in range(len(steps) - 1, max(len(steps) - 1 - _DEEP, 0), -1):
         row, on_path = steps[k][1], {at for _, at in steps[k:]}
-        for other in process.referrers(row):
-            if len(found) >= most:
-                return found
-            above = process.steps(other) if other not in on_path and other != process.root else None
-            if above is None or any(at in on_path for _, at in above):
+        others = np.array([other for other in process.referrers(row) if other not in on_path and other != steps[k - 1][1]],
+                          np.int64)
+        of = groups.of_row[others]
+        alike = (of >= 0) & (others != process.root) & (of != groups.of_row[steps[k - 1][1]])
+        for other in others[alike][np.unique(of[alike], return_index=True)[1]].tolist():
+            if len(found) >= most or walked > _FAR:
+                return sorted(found, key=len)
+            above = process.steps(other)
+            walked += len(above)
+            if any(at in on_path for _, at in above):
                 continue
             said = words.path([*above, (process.label(other, row), row), *steps[k + 1:]])
             if _shape(said) not in seen:
@@ -118,18 +128,25 @@ def _of_set(analysis: Analysis, arguments) -> Report:
     analysis.say_glibc(report)
     rows = rows_of_set(analysis, arguments)
     size = process.own[rows]
-    report.say(f"{len(rows):,} blocks in use, {int(size.sum()):,} bytes: {describe(arguments)}")
+    report.say(f"{count(len(rows), 'block')} in use, {int(size.sum()):,} bytes: {describe(arguments)}")
+    if arguments.state in ("free", "tcached", "top"):
+        report.say("only blocks in use are held by anything: leak-blocks lists the others")
     folded = Folded(process, process.tree, words)
     of = folded.groups.of_row[rows]
     reached = of >= 0
     numbers, at = np.unique(of[reached], return_inverse=True)
     blocks = np.bincount(at, minlength=len(numbers))
     bytes = np.bincount(at, weights=size[reached], minlength=len(numbers)).astype(np.int64)
-    table = []
-    for k in np.argsort(-bytes, kind="stable")[:max(arguments.top, 0)].tolist():
-        table.append([int(blocks[k]), int(bytes[k]), share(int(bytes[k]), int(size.sum())),
-                      joined(shorten([printable(w, 80) for w in folded.path_words(int(numbers[k]))])),
-                      f"{process.address(int(rows[reached][at == k][0])):#x}"])
+    merged: dict[str, list] = {}                     # the same stack word of many threads is one line
+    order = np.argsort(-bytes, kind="stable")
+    first = np.unique(at, return_index=True)[1]
+    for k in order[:_LINES * max(arguments.top, 0)].tolist():
+        path = joined(shorten([printable(w, 80) for w in folded.path_words(int(numbers[k]))]))
+        line = merged.setdefault(path, [0, 0, "", path, f"{process.address(int(rows[reached][first[k]])):#x}"])
+        line[0], line[1] = line[0] + int(blocks[k]), line[1] + int(bytes[k])
+    table = sorted(merged.values(), key=lambda line: -line[1])[:max(arguments.top, 0)]
+    for line in table:
+        line[2] = share(line[1], int(size.sum()))
     state = analysis.native.state[rows[~reached]]
     for kind, name in ((states.UNREACHABLE, "nothing reaches these (leak-unreachable)"),
                        (states.PENDING, "only dead Lua objects hold these")):
@@ -141,20 +158,19 @@ def _of_set(analysis: Analysis, arguments) -> Report:
                   reached_bytes=int(size[reached].sum()), paths=len(numbers),
                   unreachable_blocks=int((state == states.UNREACHABLE).sum()),
                   pending_blocks=int((state == states.PENDING).sum()))
-    left = len(numbers) - max(arguments.top, 0)
+    left = len(numbers) - _LINES * max(arguments.top, 0) + len(merged) - max(arguments.top, 0)
     report.say()
     report.add(Table(["Blocks", "Bytes", "Share", "Path", "Sample"], table,
                      "who holds them (each block on its shortest path, paths of the same shape together)", (3, 4),
                      f"{left:,} more paths: --top N shows them" if left > 0 else ""))
-    report.profile = _profile(analysis, rows, folded)
+    report.profile = lambda: _profile(analysis, rows, folded)
     return report
 
 
-def _profile(analysis: Analysis, rows: np.ndarray, folded: Folded | None = None) -> Profile:
+def _profile(analysis: Analysis, rows: np.ndarray, folded: Folded) -> Profile:
     target, process = analysis.target, analysis.process
     profile = Profile(f"Who holds blocks of {target.command_name()} (pid {target.source.pid})",
                       "Each block on its shortest path from a root; paths of the same shape together (measured)")
-    folded = folded or Folded(process, process.tree, Words(analysis))
     of = folded.groups.of_row[rows]
     mine = rows[of >= 0]
     weights = np.bincount(of[of >= 0], weights=process.own[mine], minlength=len(folded.groups)).astype(np.int64)

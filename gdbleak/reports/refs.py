@@ -43,7 +43,7 @@ def _of_one(analysis: Analysis, arguments) -> Report:
         report.say()
         report.add(Table(["by", "object", "address", "bytes"], rows, f"{title} ({len(others):,})", (0, 1, 2),
                          f"{len(others) - top:,} more: --top N shows them" if len(others) > top else ""))
-    report.profile = _profile(analysis, words, np.array([row]))
+    report.profile = lambda: _profile(analysis, words, np.array([row]))
     return report
 
 
@@ -62,7 +62,7 @@ def _of_set(analysis: Analysis, arguments) -> Report:
     for title, others, mine in (("what refers to them", sources, targets), ("what they refer to", reached, outward)):
         report.say()
         report.add(_by_kind(words, title, others, mine, max(arguments.top, 0)))
-    report.profile = _profile(analysis, words, rows)
+    report.profile = lambda: _profile(analysis, words, rows)
     return report
 
 

@@ -1,6 +1,8 @@
 """leak-retained: what would be free without each object: dominators, with the path to them and the split by heap."""
 from __future__ import annotations
 
+from argparse import Namespace
+
 import numpy as np
 
 from ..flame import Profile
@@ -44,7 +46,10 @@ def run(analysis: Analysis, arguments) -> Report:
     else:
         order = np.argsort(-groups.below, kind="stable")
         chosen &= (groups.below >= max(least, 1)) & (_are_variables(dominated) | ~_only_lead_on(groups))
+    chosen &= groups.row != process.root                # what several places hold has no holder
     listed = [int(group) for group in order if chosen[group]]
+    if not listed and arguments.pins:
+        report.say("nothing small retains native memory here (--min-bytes N sets what counts)")
     rows = []
     for group in listed[:max(arguments.top, 0)]:
         sample = int(groups.row[group])
@@ -59,7 +64,7 @@ def run(analysis: Analysis, arguments) -> Report:
                      "the largest dominators" + (", by native bytes for their own size" if arguments.pins else
                                                  " (those that only lead to one other are left out)"), (0, 7, 8),
                      f"{left:,} more: --top N shows them" if left > 0 else ""))
-    report.profile = _profile(analysis, dominated)
+    report.profile = lambda: _profile(analysis, dominated)
     return report
 
 
@@ -67,7 +72,7 @@ def _chosen(analysis: Analysis, folded: Folded, arguments) -> np.ndarray:
     """Which groups have a row of the set (bool): all without one."""
     if not describe(arguments):
         return np.ones(len(folded.groups), bool)
-    rows = rows_of_set(analysis, arguments)
+    rows = rows_of_set(analysis, Namespace(**{**vars(arguments), "min_bytes": "0"}))
     found = np.zeros(len(folded.groups), bool)
     of = folded.groups.of_row[rows]
     found[of[of >= 0]] = True

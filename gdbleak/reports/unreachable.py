@@ -2,6 +2,7 @@
 Lua objects hold (pending), and what hangs on one stack word alone."""
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,8 @@ from .document import Data, Report, Table, count, printable, share
 from .selection import describe, rows_of_set
 from .words import BlockWords
 
-_SHOWN_WORDS = 8                # stack words that are named
+_SHOWN_WORDS = 8                # lines about stack words
+_NAMED_WORDS = 500              # stack words whose frames are looked for
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Group:
     what: str
     known: str
     rows: np.ndarray
+    blocks: int
     bytes: int
     usable: int
     indirect_blocks: int
@@ -44,16 +47,13 @@ def run(analysis: Analysis, arguments) -> Report:
     report = analysis.open_report("leak-unreachable")
     analysis.say_glibc(report)
     say_roots(report, native)
-    wanted = np.ones(len(native.leaks.rows), bool)
     chosen = describe(arguments)
+    of_set = np.full(len(native.nodes), not chosen)           # by row: whether it is of the set
     if chosen:
-        of_set = np.zeros(len(native.nodes), bool)
-        of_set[rows_of_set(analysis, arguments)] = True
-        wanted = of_set[native.leaks.rows][native.leaks.head]     # a leak by its head, with all that hangs on it
-    words = BlockWords(analysis)
-    groups = [group for group in _groups(native, words, wanted) if group.total >= least]
-    _totals(report, native, wanted, chosen)
-    _nearly(report, native)
+        of_set[rows_of_set(analysis, Namespace(**{**vars(arguments), "min_bytes": "0"}))] = True
+    groups = [group for group in _groups(native, BlockWords(analysis), of_set[native.leaks.rows]) if group.total >= least]
+    _totals(report, native, of_set, chosen)
+    _nearly(report, native, of_set)
     report.say()
     _table(report, analysis, groups, max(arguments.top, 0))
     _finding(report, native, groups)
@@ -79,6 +79,11 @@ def say_roots(report: Report, native: Native) -> None:
         report.add(Data({"type": "finding", "kind": "lost-edges", "severity": "medium", "confidence": "measured",
                          "impact": 8 * int(native.lost[1]), "facts": [f"{int(native.lost[1]):,} words of blocks are absent"],
                          "hypothesis": "memory is missing from the core", "next": ["leak-memory"]}))
+    if rooted.absent:
+        largest = sorted(rooted.absent.items(), key=lambda item: -item[1])
+        report.say(f"partial: {sum(rooted.absent.values()):,} bytes that can hold pointers are not in the core "
+                   f"({', '.join(f'{printable(name, 60)}: {size:,}' for name, size in largest[:3])}); what only they hold is "
+                   "counted as unreachable")
     damaged = sum(end - start for heap in native.nodes.heaps for region in heap.regions for start, end in region.damaged)
     if damaged:
         report.say(f"partial: {damaged:,} bytes of the heap are damaged; their words count as roots, and leaks among them are "
@@ -86,19 +91,23 @@ def say_roots(report: Report, native: Native) -> None:
 
 
 def _groups(native: Native, words: BlockWords, wanted: np.ndarray) -> list[Group]:
-    """The leaks of a set (bool over the unreachable rows, by the head they hang on), alike ones together."""
+    """What is of a set (bool over the unreachable rows), by the leak it hangs on, leaks of one type together. `rows` of a
+    group are its heads of the set, or else one that blocks of the set hang on."""
     leaks, nodes = native.leaks, native.nodes
-    heads = np.flatnonzero(leaks.direct & wanted)
-    sizes = nodes.size[leaks.rows].astype(np.int64)
+    sizes = np.where(wanted, nodes.size[leaks.rows].astype(np.int64), 0)
     below = np.bincount(leaks.head, weights=sizes, minlength=len(leaks.rows)).astype(np.int64)
-    members = np.bincount(leaks.head, minlength=len(leaks.rows))
+    members = np.bincount(leaks.head, weights=wanted, minlength=len(leaks.rows)).astype(np.int64)
+    heads = np.flatnonzero(leaks.direct & (members > 0))
     numbers = words.numbers(leaks.rows[heads])
+    order = np.argsort(numbers, kind="stable")
     groups = []
-    for number in np.unique(numbers).tolist():
-        at = heads[numbers == number]
-        rows, own = leaks.rows[at], sizes[at]
-        groups.append(Group(*words.name(number), rows, int(own.sum()), _usable(native, rows), int(members[at].sum()) - len(at),
-                            int(below[at].sum()) - int(own.sum()), int(leaks.cyclic[at].sum())))
+    cuts = np.flatnonzero(np.diff(numbers[order])) + 1
+    for first, at in zip([0, *cuts.tolist()], np.split(heads[order], cuts) if len(heads) else ()):
+        mine = at[wanted[at]]
+        rows, own = leaks.rows[mine], int(sizes[mine].sum())
+        groups.append(Group(*words.name(int(numbers[order[first]])), rows if len(rows) else leaks.rows[at[:1]],
+                            len(rows), own, _usable(native, rows), int(members[at].sum()) - len(rows),
+                            int(below[at].sum()) - own, int(leaks.cyclic[at].sum())))
     return sorted(groups, key=lambda group: (-group.total, group.what))
 
 
@@ -112,14 +121,15 @@ def _usable(native: Native, rows: np.ndarray) -> int:
     return total
 
 
-def _totals(report: Report, native: Native, wanted: np.ndarray, chosen: str) -> None:
+def _totals(report: Report, native: Native, of_set: np.ndarray, chosen: str) -> None:
     leaks, nodes = native.leaks, native.nodes
+    wanted = of_set[leaks.rows]
     rows, direct = leaks.rows[wanted], leaks.rows[wanted & leaks.direct]
     size = nodes.size
     in_use = int(np.sum(size, where=native.state != states.NO_NODE))
     total, own = int(size[rows].sum()), int(size[direct].sum())
     pending, stacked = native.rows_of(states.PENDING), native.on_stack
-    alone = stacked.rows[stacked.word >= 0]
+    pending, alone = pending[of_set[pending]], stacked.rows[(stacked.word >= 0) & of_set[stacked.rows]]
     report.say(f"{count(len(rows), 'block')}, {total:,} bytes ({share(total, in_use)} of what is in use) {'is' if len(rows) == 1 else 'are'} unreachable"
                f"{': ' + chosen if chosen else ''}: {len(direct):,} directly ({own:,} bytes), {len(rows) - len(direct):,} only "
                f"from those ({total - own:,} bytes)")
@@ -127,16 +137,17 @@ def _totals(report: Report, native: Native, wanted: np.ndarray, chosen: str) -> 
                   direct_bytes=own, indirect_blocks=len(rows) - len(direct), indirect_bytes=total - own,
                   pending_blocks=len(pending), pending_bytes=int(size[pending].sum()), stack_only_blocks=len(alone),
                   stack_only_bytes=int(size[alone].sum()), in_use_bytes=in_use, edges=native.edges,
-                  lost_words=int(native.lost[1]))
+                  lost_words=int(native.lost[1]), lost_root_bytes=sum(native.roots.absent.values()))
 
 
-def _nearly(report: Report, native: Native) -> None:
+def _nearly(report: Report, native: Native, of_set: np.ndarray) -> None:
     """What is neither a leak nor plainly alive."""
     size, pending, stacked = native.nodes.size, native.rows_of(states.PENDING), native.on_stack
+    pending = pending[of_set[pending]]
     if len(pending):
         report.say(f"pending: {count(len(pending), 'block')}, {int(size[pending].sum()):,} bytes, held by dead Lua objects alone: the "
                    "next collection releases them; no leak, and not counted above")
-    alone = stacked.word >= 0
+    alone = (stacked.word >= 0) & of_set[stacked.rows]
     if not alone.any():
         return
     rows, words = stacked.rows[alone], stacked.word[alone]
@@ -145,12 +156,16 @@ def _nearly(report: Report, native: Native) -> None:
     numbers, at = np.unique(words, return_inverse=True)
     bytes, blocks = np.bincount(at, weights=size[rows]).astype(np.int64), np.bincount(at)
     places = states.roots.Places(native.roots)
-    table = [[printable(places.name(int(places.of[numbers[k]])), 120), int(blocks[k]), int(bytes[k]),
-              f"{int(native.nodes.address[native.roots.row[numbers[k]]]):#x}"]
-             for k in np.argsort(-bytes, kind="stable")[:_SHOWN_WORDS].tolist()]
+    table: dict[str, list] = {}                      # the same word of many threads is one line
+    for k in np.argsort(-bytes, kind="stable")[:_NAMED_WORDS].tolist():
+        name = printable(places.name(int(places.of[numbers[k]])), 120)
+        line = table.setdefault(name, [name, 0, 0, 0, f"{int(native.nodes.address[native.roots.row[numbers[k]]]):#x}"])
+        line[1:4] = line[1] + 1, line[2] + int(blocks[k]), line[3] + int(bytes[k])
+    shown = sorted(table.values(), key=lambda line: -line[3])[:_SHOWN_WORDS]
+    left = len(numbers) - sum(line[1] for line in shown)
     report.say()
-    report.add(Table(["held only by", "Blocks", "Bytes", "It points to"], table, "held by one stack word alone", (0, 3),
-                     f"{len(numbers) - _SHOWN_WORDS:,} more such words" if len(numbers) > _SHOWN_WORDS else ""))
+    report.add(Table(["held only by", "Words", "Blocks", "Bytes", "It points to"], shown, "held by one stack word alone", (0, 4),
+                     f"{left:,} more such words" if left else ""))
 
 
 def _table(report: Report, analysis: Analysis, groups: list[Group], top: int) -> None:
@@ -161,9 +176,9 @@ def _table(report: Report, analysis: Analysis, groups: list[Group], top: int) ->
         text = preview(analysis.target.space, address, size - 8, names)
         sizes = nodes.size[group.rows]
         alike = int(sizes[0]) if (sizes == sizes[0]).all() else 0
-        rows.append([printable(group.what, 60) + (" (in a cycle)" if group.cycles else ""), group.known, len(group.rows),
+        rows.append([printable(group.what, 60) + (" (in a cycle)" if group.cycles else ""), group.known, group.blocks,
                      group.bytes, group.indirect_blocks, group.indirect_bytes, f"{address:#x}", printable(text, 80)])
-        report.add(Data({"type": "group", "what": printable(group.what), "known": group.known, "count": len(group.rows),
+        report.add(Data({"type": "group", "what": printable(group.what), "known": group.known, "count": group.blocks,
                          "bytes": group.bytes, "usable_bytes": group.usable, "size": alike,
                          "indirect_blocks": group.indirect_blocks, "indirect_bytes": group.indirect_bytes,
                          "in_cycles": group.cycles, "sample": f"{address:#x}", "preview": text}))
@@ -178,8 +193,8 @@ def _finding(report: Report, native: Native, groups: list[Group]) -> None:
         first = groups[0]
         address = int(native.nodes.address[first.rows[0]])
         report.add(Data({"type": "finding", "kind": "unreachable", "severity": "high" if first.total >> 20 else "medium",
-                         "confidence": "inferred" if native.lost[0] else "measured", "impact": sum(g.total for g in groups),
-                         "facts": [f"{printable(g.what)}: {len(g.rows):,} direct, {g.indirect_blocks:,} indirect, {g.total:,} bytes"
+                         "confidence": "inferred" if native.lost[0] or native.roots.absent else "measured", "impact": sum(g.total for g in groups),
+                         "facts": [f"{printable(g.what)}: {g.blocks:,} direct, {g.indirect_blocks:,} indirect, {g.total:,} bytes"
                                    for g in groups[:10]],
                          "hypothesis": "nothing in the process leads to these blocks any more: they can never be freed",
                          "next": [f"leak-what {address:#x}"]}))
@@ -189,7 +204,7 @@ def _profile(analysis: Analysis, groups: list[Group]) -> Profile:
     profile = Profile(f"Unreachable blocks of {analysis.target.command_name()} (pid {analysis.target.source.pid})",
                       "Malloc blocks that no root leads to, by what they are (chunk bytes, measured; types as far as known)")
     for group in groups:
-        profile.add([printable(group.what)], group.bytes, len(group.rows))
+        profile.add([printable(group.what)], group.bytes, group.blocks)
         if group.indirect_blocks:
             profile.add([printable(group.what), "(what hangs on it)"], group.indirect_bytes, group.indirect_blocks)
     return profile

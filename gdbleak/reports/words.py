@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..graph.classes import is_cplusplus
 from ..graph.process import MEMBER, NATIVE, PLACE, ROOT_NAME, Process
 from ..graph.roots import MODULE
 from ..kernels import luajit as kernel
@@ -14,12 +15,17 @@ from .analysis import Analysis
 from .document import printable
 
 
+SHOWN = 24                      # steps of a path that are shown
+
+
 class BlockWords:
     """Types of malloc blocks, by rows of `graph.nodes.Nodes`."""
 
     def __init__(self, analysis: Analysis):
         self.nodes = analysis.native.nodes
         self._types = analysis.types
+        if is_cplusplus(analysis.target):
+            self._types.numbers                  # containers are found by looking at all memory, not at one block
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
         """The type of each block, as a number for `name` (int32)."""
@@ -50,7 +56,7 @@ class Words:
         process = self.process
         if row in process.gc_places:
             return "GC roots" if len(process.gc_places) == 1 else f"GC roots of VM {process.gc_places.index(row) + 1}"
-        return process.places.name(row - process.first_place)
+        return printable(process.places.name(row - process.first_place), 120)
 
     def row(self, row: int) -> str:
         """A block, an object or a place in a few words."""
@@ -93,12 +99,17 @@ class Words:
             number = process.gc_places.index(source)
             return process.root_names[number][ROOT_NAME - label]
         lua = process.object_of(source)
-        return self._lua[lua[0]].edge(label, lua[1]) if lua else ""
+        return printable(self._lua[lua[0]].edge(label, lua[1]), 80) if lua else ""
 
     def path(self, steps: list[tuple[int, int]]) -> list[str]:
-        """The words of a path, [(label, row), ...] with a place first; one for each step."""
+        """The words of a path, [(label, row), ...] with a place first; one for each step. Of a very long path the middle,
+        which `shorten` leaves out, has none."""
         words, typed, above = [], None, -1
-        for label, row in steps:
+        for k, (label, row) in enumerate(steps):
+            if SHOWN <= k < len(steps) - SHOWN:
+                words.append("")
+                typed, above = None, row
+                continue
             word, typed = self.step(above, label, row, typed)
             if words and words[-1] == "._LOADED" and word.startswith("."):
                 word = word[1:]                  # a Lua module's name
@@ -115,7 +126,8 @@ class Words:
         if process.first_place <= above < process.first_place + len(process.places):
             return self._from_variable(above, row)
         offset = 8 * (NATIVE - label) if label <= NATIVE and above < len(process.nodes) else -1
-        found = typed.kind.member(offset - typed.shift) if typed and offset >= 0 else None
+        room = int(process.own[above]) - 8 - typed.shift if typed else 0
+        found = typed.kind.member(offset - typed.shift, room if not typed.shift else 0) if typed and offset >= 0 else None
         if found is None:
             return self.edge(above, label), None
         return found[0], self._typed(found[1], process.address(above) + offset, row)
@@ -129,7 +141,7 @@ class Words:
         word = next((int(k) for k in of_place if rooted.row[k] == row), word)
         address = int(rooted.address[word])
         variable = names.variable(address) if names and process.places.kind[number] == MODULE else None
-        found = variable[2].member(address - variable[1]) if variable else None
+        found = variable[2].member(address - variable[1], 0) if variable else None
         if found is None:
             return "", None
         text = found[0]
@@ -167,11 +179,11 @@ def joined(words: list[str]) -> str:
     text = words[0]
     for k, word in enumerate(words[1:]):
         member = word.startswith("->") or word[:1] == "[" and word[1:2].isdigit() or (k == 0 and word[:1] in ".[")
-        text += word if member or not word else f" => {word}"
+        text += word if member or not word else f" {word}" if word[:1] == "(" and k == 0 else f" => {word}"
     return text
 
 
-def shorten(words: list[str], most: int = 24) -> list[str]:
+def shorten(words: list[str], most: int = SHOWN) -> list[str]:
     """A path that fits on a screen: its middle is left out, and counted."""
     if len(words) <= most:
         return words

@@ -16,6 +16,8 @@ from .core_file import open_core
 from .layout import Layouts, Structure
 from .target import ANONYMOUS, Mapping, Source, Target, TargetError
 
+_MOST_FRAMES = 50_000
+_SLACK = 24                     # bytes that malloc can give beyond what was asked for
 _kept: tuple[tuple, Target] | None = None
 _stops = 0
 
@@ -221,13 +223,18 @@ class CType:
     def __init__(self, kind: gdb.Type):
         self._type = kind.strip_typedefs()
 
-    def member(self, offset: int) -> tuple[str, CType | None] | None:
+    def member(self, offset: int, room: int) -> tuple[str, CType | None] | None:
         """(`->field.inner`, `[3].field`, the type pointed to or None) of the pointer at a byte offset of an object of this
-        type, or of an array of them; None when no pointer is there."""
+        type; None when no pointer is there. `room`: bytes of the block that begins with it, 0 when it begins elsewhere: what
+        fills its block again and again is an array."""
         size = self._type.sizeof
-        if size <= 0 or self._type.code == gdb.TYPE_CODE_VOID:
+        if size <= 0 or offset < 0 or self._type.code == gdb.TYPE_CODE_VOID:
             return None
-        index, offset = divmod(offset, size)
+        index = 0
+        if offset >= size and not _is_flexible(self._type):
+            if not room or room % size > _SLACK:
+                return None
+            index, offset = divmod(offset, size)
         found = _pointer_at(self._type, offset, 0)
         if found is None:
             return None
@@ -244,7 +251,7 @@ def _pointer_at(kind: gdb.Type, offset: int, depth: int) -> tuple[str, gdb.Type]
     if depth > 16:
         return None
     if kind.code == gdb.TYPE_CODE_ARRAY:
-        element = kind.target()
+        element = kind.target().strip_typedefs()
         if not element.sizeof:
             return None
         index, rest = divmod(offset, element.sizeof)
@@ -255,16 +262,28 @@ def _pointer_at(kind: gdb.Type, offset: int, depth: int) -> tuple[str, gdb.Type]
             if not hasattr(field, "bitpos") or field.bitsize:
                 continue
             start = field.bitpos // 8
-            if start <= offset < start + field.type.sizeof:
+            end = start + field.type.sizeof
+            if start <= offset and (offset < end or start == end and _is_flexible(kind)):
                 found = _pointer_at(field.type, offset - start, depth + 1)
                 if found:
                     return (f".{field.name}" if field.name and not field.is_base_class else "") + found[0], found[1]
     return None
 
 
+def _is_flexible(kind: gdb.Type) -> bool:
+    """Whether a structure ends in an array of no stated length."""
+    if kind.code != gdb.TYPE_CODE_STRUCT or not kind.fields():
+        return False
+    last = kind.fields()[-1].type.strip_typedefs()
+    return last.code == gdb.TYPE_CODE_ARRAY and not last.sizeof
+
+
 # -- symbols and layouts -----------------------------------------------------------------------------------------------
 class Names:
     """GDB's symbols: minimal symbols and those of separate debug files too."""
+
+    def __init__(self):
+        self._threads: dict[int, gdb.InferiorThread] = {}        # by lwp, as long as the target stands still
 
     def address(self, name: str) -> int | None:
         """The address of a variable or function, or None."""
@@ -313,12 +332,14 @@ class Names:
         cannot unwind it."""
         before, found = gdb.selected_thread(), []
         try:
-            thread = next((t for t in gdb.selected_inferior().threads() if (t.ptid[1] or t.ptid[0]) == lwp), None)
-            if thread is None or not thread.is_stopped():
+            if not self._threads:
+                self._threads = {t.ptid[1] or t.ptid[0]: t for t in gdb.selected_inferior().threads()}
+            thread = self._threads.get(lwp)
+            if thread is None or not thread.is_valid() or not thread.is_stopped():
                 return []
             thread.switch()
             frame = gdb.newest_frame()
-            while frame is not None and len(found) < 1000:
+            while frame is not None and len(found) < _MOST_FRAMES:
                 sp = int(frame.read_register("sp").cast(gdb.lookup_type("unsigned long")))
                 found.append((sp & (1 << 64) - 1, frame.name() or "", frame.pc()))
                 frame = frame.older()

@@ -12,6 +12,7 @@ from .threads import Thread
 
 DESCRIPTOR = 2304              # bytes of a struct pthread that are looked at; releases differ little in it
 _AT_RANDOM = 25                # auxv: points into the main thread's stack
+_TOP, _LEAST_STACK = 16384, 16384      # bytes from a descriptor to the end of its stack at most; PTHREAD_STACK_MIN
 _TID = 0x2d0                   # of struct pthread
 
 
@@ -43,14 +44,14 @@ def tls_of(target: Target, thread: Thread) -> tuple[int, int] | None:
 
 def own_stack(target: Target, thread: Thread) -> tuple[int, int] | None:
     """The stack a thread was started on, even when its stack pointer is elsewhere: its descriptor names it; the main
-    thread's is where the kernel put its arguments."""
+    thread's is where the kernel put its arguments. None when neither tells."""
     described = _described_stack(target, thread.tp)
     if described:
         return described
     mapping = target.mapping_at(target.auxv.get(_AT_RANDOM, 0))
-    if mapping and (mapping.start <= thread.sp < mapping.end or thread is target.threads[0]):
+    if mapping and (mapping.start <= thread.sp < mapping.end or thread.lwp == target.source.pid):
         return mapping.start, mapping.end
-    return thread.stack
+    return None
 
 
 def live_part(thread: Thread, stack: tuple[int, int]) -> tuple[int, int]:
@@ -62,7 +63,7 @@ def live_part(thread: Thread, stack: tuple[int, int]) -> tuple[int, int]:
 
 
 def _described_stack(target: Target, descriptor: int) -> tuple[int, int] | None:
-    """The stack in which a thread descriptor lies, as it says itself (stackblock, stackblock_size); None otherwise."""
+    """The stack at whose top a thread descriptor lies, as it says itself (stackblock, stackblock_size); None otherwise."""
     if not descriptor or descriptor & 7:
         return None
     parts = target.space.present(descriptor, descriptor + DESCRIPTOR)
@@ -70,9 +71,11 @@ def _described_stack(target: Target, descriptor: int) -> tuple[int, int] | None:
         return None
     words = target.space.words_of(descriptor, parts[0][1] & ~7)
     base, length, inside = words[:-1], words[1:], np.uint64(descriptor)
-    fits = ((base | length) & np.uint64(PAGE - 1) == 0) & (base <= inside) & (inside - base < length)
-    for k in np.flatnonzero(fits & (length <= np.uint64(1 << 40))).tolist():
-        return int(base[k]), int(base[k]) + int(length[k])
+    rest = base + length - inside                          # a caller's own stack need not be aligned
+    fits = (base <= inside) & (inside - base < length) & (rest <= np.uint64(_TOP)) & (length >= np.uint64(_LEAST_STACK))
+    for k in np.flatnonzero(fits).tolist():
+        if target.mapping_at(int(base[k])):
+            return int(base[k]), int(base[k]) + int(length[k])
     return None
 
 
@@ -103,7 +106,7 @@ def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[Ended]:
                 own = np.uint64(first + 8 * k) + twice.astype(np.uint64) * np.uint64(8)
                 for at in own[part[twice] == own].tolist():
                     stack = _described_stack(target, at) if at not in alive else None
-                    if stack:
+                    if stack and target.mapping_at(target.word(at + 8) or 0):          # the dtv
                         found.append(Ended(at, stack, _still_held(target, at, stack[1])))
     return found
 

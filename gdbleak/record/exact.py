@@ -1,0 +1,379 @@
+"""The memory leak flame graph, exact: every call, through breakpoints, for slow or test processes.
+
+The hooked functions lead to stubs in a page of ours; a stub stops at a breakpoint before the real function and at
+another behind it, with the result in rax. So both breakpoints are in our page, and a handler for SIGTRAP that simply
+returns lets the threads run on through them, should the tracer die.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import time
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from ..target import ptrace
+from ..target.ptrace import LiveError
+from . import agent as agents
+from . import sample, tracee
+from .install import Hook, Installation, Target
+from .leaks import Recording
+from .modules import Process
+from .unwind import Stacks, Unwinder
+
+_PAGE = 4096
+# On a breakpoint (si_code 0x80) of this page: return. Else do what the program has asked for: call its handler, ignore,
+# or (SIG_DFL) reset the action and send the signal again.
+#   cmpl $0x80, 8(%rsi); jne 3f; mov 168(%rdx), %rax; lea page(%rip), %rcx; sub %rcx, %rax; cmp $0x1000, %rax; jb 1f
+#   3: mov old(%rip), %rax; cmp $1, %rax; ja 2f; je 1f; mov $13, %eax; mov $5, %edi; lea default(%rip), %rsi
+#   xor %edx, %edx; mov $8, %r10d; syscall; mov $39, %eax; syscall; mov %eax, %edi; mov $5, %esi; mov $62, %eax; syscall
+#   1: ret; 2: jmp *%rax
+_HANDLER = bytes.fromhex(
+    "817e08800000007519488b82a8000000488d0de9ffffff4829c8483d00100000723f488b05d70f00004883f801773374"
+    "30b80d000000bf05000000488d35e60f000031d241ba080000000f05b8270000000f0589c7be05000000b83e0000000f"
+    "05c3ffe0")
+_RESTORER_AT, _STUBS_AT, _STUB_SIZE, _ROOMS_AT = 0x80, 0x100, 32, 0x800
+_RESTORER = bytes.fromhex("b80f0000000f05")         # rt_sigreturn
+_DATA = {"old_action": 0, "default_action": 0x28, "new_action": 0x60, "nonce": 0x80, "state": 0x90}
+_NOT_SAVED = b"\xff" * 8                            # in old_action until the kernel has written it
+_FLAGS = 0x04000000 | 0x40000000 | 0x08000000 | 0x10000000 | 4   # RESTORER, NODEFER, ONSTACK, RESTART, SIGINFO
+
+_RELEASES = ("free", "destroy")
+_LISTEN, _GETSIGINFO = 0x4208, 0x4202
+_SI_KERNEL = 0x80
+
+
+class Breakpoints:
+    """The page of stubs, with the interface of agent.Agent."""
+
+    counts_flights = False
+    data, size = _PAGE, 2 * _PAGE
+
+    def __init__(self, hooks: list[Hook]):
+        page = bytearray(b"\xf4" * _PAGE)
+        page[:len(_HANDLER)] = _HANDLER
+        page[_RESTORER_AT:_RESTORER_AT + len(_RESTORER)] = _RESTORER
+        self._stubs, self._rooms = {}, {}
+        for number, hook in enumerate(hooks):
+            at = _STUBS_AT + number * _STUB_SIZE
+            trampoline = _ROOMS_AT + number * agents.ROOM
+            self._stubs[hook.name], self._rooms[hook.name] = at, trampoline
+            page[at:at + _STUB_SIZE] = self._stub(hook.name, at, trampoline).ljust(_STUB_SIZE, b"\xf4")
+        self.code = bytes(page)
+
+    @staticmethod
+    def _stub(name, at, trampoline):
+        if name in _RELEASES:                   # int3; jmp trampoline
+            return b"\xcc\xe9" + struct.pack("<i", trampoline - (at + 6))
+        # int3; sub $8, %rsp; call trampoline; add $8, %rsp; int3; ret
+        return b"\xcc\x48\x83\xec\x08\xe8" + struct.pack("<i", trampoline - (at + 10)) + b"\x48\x83\xc4\x08\xcc\xc3"
+
+    def offset(self, name: str) -> int:
+        """Where a variable lies. KeyError when there is none."""
+        return _PAGE + _DATA[name]
+
+    def entry(self, name: str) -> int:
+        """Offset of what a hooked function is to lead to."""
+        return self._stubs[name]
+
+    def room(self, name: str) -> int:
+        """Offset of the room for its displaced instructions."""
+        return self._rooms[name]
+
+    def stops(self, base: int) -> dict[int, tuple[str, bool]]:
+        """{pc at the stop: (hook, whether it is the one behind the function)}"""
+        found = {}
+        for name, at in self._stubs.items():
+            found[base + at + 1] = (name, False)
+            if name not in _RELEASES:
+                found[base + at + 15] = (name, True)
+        return found
+
+    @staticmethod
+    def initial_data(values: dict[str, bytes]) -> bytes:
+        """The contents of the data page."""
+        page = bytearray(_PAGE)
+        for name, value in values.items():
+            if name in _DATA:
+                page[_DATA[name]:_DATA[name] + len(value)] = value
+        return bytes(page)
+
+
+class _Call(NamedTuple):
+    """A call that has begun. `held`: the block that realloc was given, as it was recorded, or None; `counts`: whether
+    what it allocates does."""
+
+    name: str
+    arguments: tuple
+    row: bytes
+    stack: bytes
+    held: object
+    counts: bool
+
+
+class _Tracer(tracee.Halted):
+    """All threads of a process, traced while they run: their stops in order, none lost."""
+
+    def resume(self) -> None:
+        """Let all threads run, traced."""
+        for tid, (event, number) in list(self._stops.items()):
+            self.go_on(tid, event, number)
+
+    def go_on(self, tid: int, event: int, number: int) -> None:
+        """Let one thread run on; one in a group stop stays in it."""
+        self._stops.pop(tid, None)
+        stopped = event == ptrace.PTRACE_EVENT_STOP and number != signal.SIGTRAP
+        try:
+            if stopped:
+                ptrace.ptrace(_LISTEN, tid)
+            else:
+                ptrace.ptrace(ptrace.PTRACE_CONT, tid, 0, 0 if event else number)
+        except OSError:                         # killed meanwhile
+            pass
+
+    def next_stop(self):
+        """(tid, event, number) of a thread that has stopped, None when none has. The stop stays with the kernel, so
+        that a signal is delivered if we die. OSError when nothing is left to trace."""
+        found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | ptrace.WALL)
+        if found is None:
+            return None
+        if found.si_code != os.CLD_TRAPPED:     # it has ended
+            os.waitpid(found.si_pid, ptrace.WALL | os.WNOHANG)
+            self._known.discard(found.si_pid)
+            if not self._known:
+                raise ProcessLookupError
+            return None
+        self._known.add(found.si_pid)
+        return found.si_pid, found.si_status >> 8, found.si_status & 0xff
+
+    @staticmethod
+    def is_breakpoint(tid: int) -> bool:
+        """Whether the SIGTRAP that has stopped a thread is an instruction's, and nobody has sent it."""
+        information = (ctypes.c_int32 * 32)()
+        ptrace.ptrace(_GETSIGINFO, tid, 0, ctypes.addressof(information))
+        return information[2] == _SI_KERNEL
+
+    def halt(self) -> None:
+        """Stop all threads again."""
+        pending = set(self._known)
+        self._began = time.monotonic()
+        self._interrupt(pending)
+        while pending:
+            self._collect(pending)
+
+
+class _Recorder:
+    """Follows the calls: which blocks of the window are not released."""
+
+    def __init__(self, installation: Installation, stops, internal):
+        self.memory = installation.memory
+        self.page = installation.base
+        self.stops = stops
+        self.internal = internal
+        self.live: dict[int, tuple] = {}        # address -> (size, row, stack)
+        self.calls: dict[int, list[_Call]] = {}     # thread -> calls that have begun; realloc calls malloc
+        self.count = 0
+
+    def entered(self, tid: int, name: str, registers: tracee.Registers, allocations: bool) -> None:
+        """A call begins. Without `allocations`, only what it releases counts."""
+        self.count += 1
+        if name in _RELEASES:
+            self.live.pop(registers.rdi, None)
+            return
+        held = self.live.pop(registers.rdi, None) if name == "realloc" else None
+        stack = self._stack(registers.rsp)
+        return_address = int.from_bytes(stack[:8], "little")
+        row = np.zeros((), agents.SLOT)
+        for field in ("rbp", "rbx", "r12", "r13", "r14", "r15"):
+            row[field] = getattr(registers, field)
+        row["return_address"], row["sp"], row["stack_length"] = return_address, registers.rsp, len(stack)
+        self.calls.setdefault(tid, []).append(_Call(
+            name, (registers.rdi, registers.rsi, registers.rdx), row.tobytes(), stack, held, allocations))
+
+    def left(self, tid: int, registers: tracee.Registers) -> None:
+        """It returns."""
+        begun = self.calls.get(tid)
+        if not begun:
+            return
+        call = begun.pop()
+        size, pointer = self._outcome(call, registers.rax)
+        if call.held is not None and not pointer and size:
+            self.live[call.arguments[0]] = call.held            # realloc failed
+        if pointer and call.counts and not self._is_internal(call):
+            self.live[pointer] = (size, call.row, call.stack)
+
+    def _outcome(self, call, result):
+        a, b, c = call.arguments
+        size = {"calloc": a * b, "realloc": b, "memalign": b, "aligned_alloc": b, "posix_memalign": c}.get(call.name, a)
+        if call.name == "posix_memalign":
+            ok = result & 0xffffffff == 0
+            return size, int.from_bytes(self.memory.read(a, 8), "little") if ok else 0
+        return size, result
+
+    def _is_internal(self, call):
+        address = int.from_bytes(call.stack[:8], "little")
+        return any(start <= address < end for start, end in self.internal)
+
+    def _stack(self, sp):
+        """Up to STACK_BYTES from the stack pointer on."""
+        data = b""
+        want = sample.STACK_BYTES
+        while want:
+            try:
+                part = os.pread(self.memory.file, want, sp + len(data))
+            except OSError:
+                part = b""
+            if not part:
+                break
+            data += part
+            want -= len(part)
+        return data[:len(data) & ~7]
+
+
+def record(pid: int, options: sample.Options, note: Callable[[str], None],
+           progress: Callable[[str], None]) -> Recording:
+    """Record every call of process `pid`. Raises LiveError. Ctrl-C ends the window early."""
+    target = Target(pid)
+    if target.blocks_trap:
+        raise LiveError(f"process {pid} has a thread that blocks SIGTRAP: a breakpoint would be its end if we died; "
+                        "sampled mode needs none")
+    if options.lua:
+        raise LiveError("--lua is for the sampled mode")
+    hooks, image = sample.hooks_of(target, options.pools)
+    before = _user_seconds_a_second(pid)
+    breakpoints = Breakpoints(hooks)
+    installation = Installation(target, breakpoints)
+    try:
+        installation.prepare(hooks, image, 0, lambda: _settings(installation))
+        installation.announce(action=installation.at("old_action"))
+        installation.halted(lambda halted: tracee.make_calls(
+            halted, installation.memory, installation.cave, [
+                (tracee.SIGACTION, signal.SIGTRAP, installation.at("new_action"), installation.at("old_action"), 8)],
+            target.filtered))
+        internal = [(installation.base, installation.base + _PAGE)]
+        internal += [(hook.address, hook.address + len(hook.body)) for hook in hooks if hook.name not in _RELEASES]
+        recorder = _Recorder(installation, breakpoints.stops(installation.base), internal)
+        seconds, user = _trace(installation, recorder, options, note, progress)
+        process = Process(target.memory)
+        unwinder = Unwinder(process)
+        for image in process.images:
+            image.elf
+        name = process.name
+    except OSError as error:
+        raise installation.failure(error) from None
+    finally:
+        removal = installation.remove()
+    progress("unwinding")
+    return _recording(pid, name, options, seconds, recorder, unwinder, installation, removal, before, user / seconds)
+
+
+def _settings(installation) -> dict[str, bytes]:
+    handler, restorer = installation.base, installation.base + _RESTORER_AT
+    return {"old_action": _NOT_SAVED, "new_action": struct.pack("<4Q", handler, _FLAGS, restorer, 0)}
+
+
+def _trace(installation, recorder, options, note, progress):
+    """Follow the process for the window and the grace: (seconds of the window, user seconds it ran in it)."""
+    target = installation.target
+    for _ in range(200):
+        tracer = _Tracer(target.memory)
+        try:
+            with tracer:
+                installation.patch(tracer)
+                began, user = time.monotonic(), _user_seconds(target.pid)
+                note(f"recording process {target.pid} for {options.seconds:g} s, every call")
+                tracer.resume()
+                seconds = _follow(tracer, recorder, began + options.seconds, True, progress)
+                user = _user_seconds(target.pid) - user
+                _follow(tracer, recorder, time.monotonic() + options.grace, False, progress)
+                tracer.halt()
+                return seconds - began, user
+        except tracee.Unsafe:
+            continue
+    raise LiveError(f"process {target.pid} cannot be changed: a thread stays within a function to hook; try again")
+
+
+def _follow(tracer, recorder, end, allocations, progress) -> float:
+    """Handle stops until `end`; returns when it was over. Without `allocations`, only releases count."""
+    registers = tracee.Registers()
+    where = ctypes.addressof(registers)
+    idle_since = 0.0
+    told = 0.0
+    try:
+        while True:
+            stop = tracer.next_stop()
+            if stop is None:
+                now = time.monotonic()
+                if now >= end:
+                    return now
+                idle_since = idle_since or now
+                if now - told > 0.2:
+                    recorder.memory.read(recorder.page, 1)      # OSError after an exec
+                    progress(f"recording: {recorder.count:,} calls")
+                    told = now
+                if now - idle_since > 0.002:
+                    time.sleep(0.0005)
+                continue
+            idle_since = 0.0
+            tid, event, number = stop
+            if not event and number == signal.SIGTRAP:
+                tracee.request(tracee.GETREGS, tid, 0, where)
+                known = recorder.stops.get(registers.rip) if tracer.is_breakpoint(tid) else None
+                if known:
+                    name, behind = known
+                    if behind:
+                        recorder.left(tid, registers)
+                    else:
+                        recorder.entered(tid, name, registers, allocations)
+                    number = 0
+                    if recorder.count & 63 == 0 and time.monotonic() >= end:
+                        tracer.go_on(tid, event, number)
+                        return time.monotonic()
+            tracer.go_on(tid, event, number)
+    except KeyboardInterrupt:
+        return time.monotonic()
+
+
+def _user_seconds(pid: int) -> float:
+    """The time that a process has run in user mode."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rsplit(b")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+
+
+def _user_seconds_a_second(pid: int, seconds: float = 0.5) -> float:
+    try:
+        before, began = _user_seconds(pid), time.monotonic()
+        time.sleep(seconds)
+        return (_user_seconds(pid) - before) / (time.monotonic() - began)
+    except OSError:
+        raise LiveError(f"process {pid} has ended") from None
+
+
+def _recording(pid, name, options, seconds, recorder, unwinder, installation, removal, before, during) -> Recording:
+    what = "Nginx Pool" if options.pools else "Memory"
+    recording = Recording(
+        "sample", pid, f"{what} Leak Flame Graph for {name} ({seconds:.3g} seconds, every call)",
+        f"Allocated in {seconds:.3g} s and not released within {options.grace:g} s more.",
+        noun="pools" if options.pools else "blocks")
+    live = list(recorder.live.values())
+    rows = np.frombuffer(b"".join(row for _, row, _ in live), agents.SLOT)
+    words = np.zeros((len(live), sample.STACK_BYTES // 8), np.uint64)
+    for k, (_, _, stack) in enumerate(live):
+        words[k, :len(stack) // 8] = np.frombuffer(stack, np.uint64)
+    for (size, _, _), addresses in zip(live, unwinder.unwind(Stacks(rows, words))):
+        recording.add(tuple(unwinder.frames(addresses)), size)
+    if before < 0.02:
+        slowdown = "the process hardly ran before, so how much it was slowed down is not known"
+    elif during > 0:
+        slowdown = f"the process ran {max(1.0, before / during):,.1f} times slower"
+    else:
+        slowdown = "the process stood nearly still"
+    recording.facts = [
+        f"pid {pid}, exact: {recorder.count:,} calls; {slowdown}: {during:.3f} s in user mode a second, {before:.3f} "
+        "before", sample.removal_line(removal)]
+    recording.numbers = {"mode": "exact", "seconds": round(seconds, 3), "calls": recorder.count,
+                         "user_before": round(before, 4), "user_during": round(during, 4)}
+    return recording

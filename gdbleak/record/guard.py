@@ -1,0 +1,313 @@
+"""The guard: a process of its own that takes out of a target what a recording put in.
+
+It is told what is about to be changed before that is changed. It acts when it is asked to, and also when the tool
+that started it dies, at whatever moment: `remove` begins by looking at what is there. Standard library only.
+
+The tool and the guard talk in lines of JSON over the guard's standard input and output.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from ..target import ptrace
+from ..target.ptrace import LiveError
+from . import tracee
+
+PAGE = 4096
+MARK = b"gdbleak recording "
+_WAIT = 20.0            # seconds for an answer of the guard
+_UNMAP_WAIT = 3.0       # seconds after which the tool no longer waits for the agent's pages to be unmapped
+_MOST_WAIT = 3600.0     # seconds after which they stay in the target
+_TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a target that something else holds
+
+
+@dataclass
+class Plan:
+    """What a recording changes in the target.
+
+    regions: (start, end) of the mappings it makes, the first begins with `code`, which threads run in; cave: address and
+    bytes (hex) of the slack that the stub uses; patches: (address, bytes before, bytes after) in hex; nonce: address and
+    value (hex) of the agent's mark; state, in_flight: addresses in the agent, 0 when it has none; action: address in the
+    target where SIGTRAP's action before is kept, its handler all ones until it was changed; guard: the guard's process
+    id.
+    """
+
+    regions: list = field(default_factory=list)
+    code: list = field(default_factory=list)
+    cave: list = field(default_factory=list)
+    patches: list = field(default_factory=list)
+    nonce: list = field(default_factory=list)
+    state: int = 0
+    in_flight: int = 0
+    action: int = 0
+    seccomp: bool = False
+    guard: int = 0
+
+    def page(self) -> bytes:
+        """The page that holds the plan itself, at the end of the first region: for whoever comes after us all."""
+        return (MARK + json.dumps(asdict(self)).encode()).ljust(PAGE, b"\0")
+
+
+@dataclass
+class Removal:
+    """How it went. gone: the process has ended or runs another program; restored: its text is as it was; left: bytes
+    of mappings that stay in it, because a thread is within or may return there; waits: what is in the way; stop_ms."""
+
+    gone: bool = False
+    restored: bool = False
+    left: int = 0
+    waits: str = ""
+    stop_ms: float = 0.0
+
+
+def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
+           unmap_wait: float = _UNMAP_WAIT) -> Removal:
+    """Restore the text, then unmap. Waits for `patience` seconds for what is in the way of the text, for `unmap_wait`
+    for a thread to leave the agent."""
+    if not plan.regions:
+        return Removal(restored=True)
+    result = Removal()
+    began, pause = time.monotonic(), 0.001
+    while True:
+        if not memory.is_alive():
+            return Removal(gone=True)
+        try:
+            if not (result.restored and _is_busy(memory, plan)):
+                _attempt(memory, plan, result)
+                return result
+        except (tracee.Unsafe, LiveError, OSError) as error:
+            result.waits = str(error)
+        waited = time.monotonic() - began
+        if waited > (unmap_wait if result.restored else patience):
+            return result
+        pause = min(pause * 1.2, 0.05 if waited < _UNMAP_WAIT or not result.restored else 2.0)
+        time.sleep(pause)
+
+
+def _is_busy(memory, plan) -> bool:
+    """Whether it is of no use to stop the process: it is stopped anyway, or a thread says that it is in the agent."""
+    state = (ptrace.status_of(memory.pid) or {}).get("State", "?")[0]
+    return state in "Tt" or bool(plan.in_flight and any(memory.read(plan.in_flight, 8)))
+
+
+def _attempt(memory, plan, result):
+    """One stop. Raises Unsafe when something is still to be done."""
+    halted = tracee.Halted(memory)
+    try:
+        with tracee.hurry(), halted:
+            if plan.state and plan.patches:
+                with contextlib.suppress(OSError):
+                    memory.write(plan.state, bytes(4))
+            foreign = _restore_text(memory, plan)
+            _restore_cave(halted, memory, plan)
+            result.restored = not foreign
+            result.waits = foreign
+            _unmap(halted, memory, plan, result)
+    finally:
+        result.stop_ms = max(result.stop_ms, halted.milliseconds or 0.0)
+
+
+def _restore_text(memory, plan) -> str:
+    """What is not ours there; "" when all is restored."""
+    foreign = ""
+    for address, before, after in plan.patches:
+        before, after = bytes.fromhex(before), bytes.fromhex(after)
+        now = memory.read(address, len(before))
+        if now == after:
+            memory.write(address, before)
+        elif now != before:
+            foreign = f"the text at {address:#x} was changed by something else meanwhile"
+    return foreign
+
+
+def _restore_cave(halted, memory, plan):
+    if plan.cave:
+        address, original = plan.cave[0], bytes.fromhex(plan.cave[1])
+        if memory.read(address, len(original)) != original:
+            if halted.refer_to([(address, address + len(original))]):
+                raise tracee.Unsafe("a thread is making the system calls that were put into it")
+            memory.write(address, original)
+
+
+def _unmap(halted, memory, plan, result):
+    mapped = _mapped(memory, plan)
+    result.left = sum(end - start for start, end in mapped)
+    calls = [(tracee.MUNMAP, start, end - start) for start, end in mapped]
+    if plan.action and mapped and memory.read(plan.action, 8) != b"\xff" * 8:
+        calls.insert(0, (tracee.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
+    if not calls:
+        return
+    busy = plan.in_flight and any(memory.read(plan.in_flight, 8))
+    if busy or halted.refer_to([tuple(plan.code)], returns=not plan.in_flight):
+        raise tracee.Unsafe("a thread is within the agent")
+    tracee.make_calls(halted, memory, (plan.cave[0], bytes.fromhex(plan.cave[1])), calls, plan.seccomp)
+    result.left = sum(end - start for start, end in _mapped(memory, plan))
+    if result.left:
+        raise tracee.Unsafe("the target could not unmap the agent")
+
+
+def _mapped(memory, plan) -> list:
+    """Those of the plan's regions that are mapped, and ours. They touch no other mapping."""
+    if not plan.regions:
+        return []
+    maps = [m for m in tracee.mappings_of(memory.pid) if not m.inode]
+    (start, end), *others = plan.regions
+    inside = [m for m in maps if start <= m.start and m.end <= end]
+    if sum(m.end - m.start for m in inside) != end - start or not memory.read(plan.nonce[0], 16).hex() in (
+            plan.nonce[1], "0" * 32):
+        return []
+    exact = {(m.start, m.end) for m in maps}
+    return [(start, end) for start, end in others if (start, end) in exact] + [(start, end)]
+
+
+def found_in(memory: tracee.Memory) -> Plan | None:
+    """The plan of a recording that is in the process, running or left there; None when there is none."""
+    maps = [m for m in tracee.mappings_of(memory.pid) if not m.inode]
+    for code, data in zip(maps, maps[1:]):
+        if code.perms == "r-xp" and data.start == code.end and data.perms == "rw-p":
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                page = memory.read(data.end - PAGE, PAGE)
+                if page.startswith(MARK):
+                    return Plan(**json.loads(page[len(MARK):].rstrip(b"\0")))
+    return None
+
+
+def clean(memory: tracee.Memory) -> None:
+    """Take out what a recording left in the process whose tool and guard were killed. Raises LiveError while one is
+    going on; OSError."""
+    plan = found_in(memory)
+    if plan is not None and is_guard(plan.guard):
+        raise LiveError(f"process {memory.pid} is being recorded already, under the guard of process {plan.guard}: "
+                        "wait until that is over")
+    if plan is not None:
+        remove(memory, plan, patience=5.0)
+    for _ in range(100):
+        with contextlib.suppress(tracee.Unsafe):
+            return tracee.remove_stubs(memory)
+        time.sleep(0.01)
+
+
+def is_guard(pid: int) -> bool:
+    """Whether that process is a guard."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return __name__.encode() in file.read()
+    except OSError:
+        return False
+
+
+def remove_from_children(plan: Plan, parent: int) -> int:
+    """Take the agent out of processes that the target forked meanwhile; returns how many those were."""
+    count = 0
+    plan = replace(plan, in_flight=0)       # counts the parent's threads, which the child does not have
+    address, nonce = plan.nonce
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) in (parent, os.getpid()):
+            continue
+        try:
+            file = os.open(f"/proc/{name}/mem", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        memory = tracee.Memory(int(name), file)
+        try:
+            if memory.read(address, len(nonce) // 2).hex() == nonce:
+                remove(memory, plan, patience=1.0)
+                count += 1
+        except OSError:
+            pass
+        finally:
+            memory.close()
+    return count
+
+
+class Guard:
+    """The tool's end: starts the guard of a target, tells it what will be changed, has it remove all."""
+
+    COMMAND = (sys.executable, "-m", __name__)
+
+    def __init__(self, memory: tracee.Memory):
+        self._memory = memory
+        self.plan = Plan()
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        self._process = subprocess.Popen(
+            [*self.COMMAND, str(memory.pid), str(memory.file)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[memory.file], start_new_session=True,
+            env=environment, cwd="/")
+        self._answer()
+        self.plan.guard = self._process.pid
+
+    def announce(self, **changes) -> None:
+        """Extend the plan; returns when the guard knows it. OSError when the guard is dead."""
+        for name, value in changes.items():
+            setattr(self.plan, name, value)
+        self._ask(asdict(self.plan))
+
+    def remove(self) -> Removal:
+        """Have all taken out; by ourselves if the guard is dead."""
+        try:
+            return Removal(**self._ask("remove", _TEXT_WAIT + 2 * _UNMAP_WAIT + _WAIT))
+        except (OSError, ValueError, TypeError):
+            try:
+                self._process.wait(1)
+            except subprocess.TimeoutExpired:
+                return Removal(waits="the guard process takes long")
+            return remove(self._memory, self.plan, _TEXT_WAIT)
+        finally:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._process.stdout.close()
+
+    def _ask(self, what, wait=_WAIT):
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer(wait)
+
+    def _answer(self, wait=_WAIT):
+        import select
+        if not select.select([self._process.stdout], [], [], wait)[0]:
+            raise OSError("the guard process does not answer")
+        line = self._process.stdout.readline()
+        if not line:
+            raise OSError("the guard process has ended")
+        return json.loads(line)
+
+
+def main(arguments: list[str]) -> None:
+    """The guard's life: PID of the target, descriptor of its memory."""
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        signal.signal(number, signal.SIG_IGN)
+    memory = tracee.Memory(int(arguments[0]), int(arguments[1]))
+    plan = Plan()
+    _say("ready")
+    for line in sys.stdin.buffer:
+        if not line.endswith(b"\n"):    # it died in the middle of it: what it announced, it did not do
+            break
+        message = json.loads(line)
+        if message == "remove":
+            _say(asdict(remove(memory, plan, _TEXT_WAIT)))
+            break
+        plan = Plan(**message)
+        _say("known")
+    result = remove(memory, plan)
+    if plan.nonce:
+        remove_from_children(plan, memory.pid)
+    if result.left:
+        remove(memory, plan, unmap_wait=_MOST_WAIT)
+
+
+def _say(what) -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

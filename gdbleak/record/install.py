@@ -1,0 +1,230 @@
+"""Puts the agent into a process: finds what to hook and a place nearby, maps, writes, patches.
+
+The guard knows of each change before it is made. After the process is let go no tracer is attached.
+"""
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+from ..target import ptrace
+from ..target.ptrace import LiveError
+from . import guard, relocate, tracee
+from .agent import ROOM
+from .guard import PAGE
+from .modules import Image, Process
+
+_REACH = (1 << 31) - (1 << 26)
+_HOLE = PAGE            # kept free around what is mapped, so that the kernel joins it with nothing
+_HEAP_ROOM = 1 << 30    # kept free above the heap that grows by brk
+_TRIES, _PAUSE = 200, 0.005      # seconds
+
+
+class Hook(NamedTuple):
+    """A function of the target that begins with a jump. `name`: the agent's hook; `size`: bytes displaced."""
+
+    name: str
+    address: int
+    body: bytes
+
+
+class Target:
+    """A process that may be recorded: checked, its memory open, its images known. Raises LiveError."""
+
+    def __init__(self, pid: int):
+        tid = ptrace.living_thread(pid)
+        try:
+            self.memory = tracee.Memory(pid, tid=tid)
+        except OSError:
+            raise ptrace.no_permission(pid) from None
+        self.pid = pid
+        try:
+            status = [ptrace.status_of(thread) or {} for thread in ptrace.threads_of(pid)]
+            with open(f"/proc/{tid}/exe", "rb") as file:
+                machine = file.read(20)[18:20]
+            if machine != b"\x3e\0" or os.uname().machine != "x86_64":
+                raise LiveError(f"process {pid} is no x86-64 program: recording is for x86-64 only")
+            if any(fields.get("State", "?")[0] == "T" for fields in status):
+                raise LiveError(f"process {pid} is stopped: continue it first (kill -CONT {pid})")
+            self.filtered = any(fields.get("Seccomp", "0") != "0" for fields in status)
+            self.blocks_trap = any(int(fields.get("SigBlk", "0"), 16) >> 4 & 1 for fields in status)
+            guard.clean(self.memory)
+            self.process = Process(self.memory)
+        except OSError:
+            raise LiveError(f"process {pid} has ended") from None
+
+    def function(self, name: str, image: Image | None = None) -> Hook | None:
+        """The function of that name that the program uses, or that an image defines; None when there is none."""
+        image = image or self.process.definer(name)
+        row = image and image.symbols and image.symbols.row(name)
+        if row is None or row["info"] & 15 == 10 or not row["size"]:   # an IFUNC's symbol is its resolver
+            return None
+        address = image.symbols.bias + int(row["value"])
+        return Hook(name, address, self.memory.read(address, int(row["size"])))
+
+
+def free_place(process: Process, size: int, near: Image | None) -> int:
+    """Where `size` bytes fit into the address space, every byte within reach of the image when one is named.
+
+    Raises LiveError.
+    """
+    low, high = 1 << 20, (1 << 47) - (1 << 21)
+    if near is not None:
+        low, high = max(low, near.end - _REACH), min(high, near.start + _REACH)
+    places, end, below = [], 1 << 16, None
+    for mapping in [*tracee.mappings_of(process.pid), None]:
+        start = mapping.start if mapping else high
+        if not (mapping and mapping.path.startswith("[stack")):
+            first = max(end + (_HEAP_ROOM if below and below.path == "[heap]" else _HOLE), low)
+            last = (min(start - _HOLE, high) - size) & ~(PAGE - 1)
+            if last >= first:
+                places.append(last)
+        if mapping:
+            end, below = max(end, mapping.end), mapping
+    if not places:
+        raise LiveError("there is no room in the target's address space" + (f" near {near.name}" if near else ""))
+    centre = near.start if near else 1 << 47
+    return min(places, key=lambda place: abs(place - centre))
+
+
+class Installation:
+    """An agent (agent.Agent, or exact.Breakpoints) in a target, between `install` and `remove`."""
+
+    def __init__(self, target: Target, agent):
+        self.target = target
+        self.memory = target.memory
+        self.agent = agent
+        self.guard = guard.Guard(target.memory)
+        self.base = self.room = 0
+        self.stop_ms = 0.0
+        self.stops = 0
+
+    def install(self, hooks: list[Hook], near: Image, room: int, settings) -> None:
+        """Map the agent near an image, with `room` more bytes elsewhere, and have the hooks lead to it.
+
+        `settings`: called when the places are known, returns initial values of the agent's variables. Raises LiveError;
+        then `remove` is still to be called.
+        """
+        self.prepare(hooks, near, room, settings)
+        self.halted(self.patch)
+
+    def prepare(self, hooks: list[Hook], near: Image, room: int, settings) -> None:
+        """All of `install` but the last step, `halted(patch)`. Raises LiveError."""
+        try:
+            self._map(near, room)
+            self._patches = self._fill(hooks, settings)
+            self.announce(patches=[(at, before.hex(), after.hex()) for at, before, after, _ in self._patches])
+        except OSError as error:
+            raise self.failure(error) from None
+        except relocate.Immovable as error:
+            raise LiveError(str(error)) from None
+
+    def announce(self, **changes) -> None:
+        """Tell the guard, and leave it written in the target. OSError."""
+        self.guard.announce(**changes)
+        self.memory.write(self.base + self.agent.size, self.guard.plan.page())
+
+    def failure(self, error: OSError) -> LiveError:
+        """What an error in reading or writing the target means."""
+        if not self.memory.is_alive():
+            return LiveError(f"process {self.target.pid} has ended, or runs another program now")
+        return LiveError(f"process {self.target.pid}: {error.strerror or error}")
+
+    def halted(self, action):
+        """Do `action(halted)` in a stop of the whole process, again while it is Unsafe."""
+        for attempt in range(_TRIES):
+            halted = tracee.Halted(self.memory)
+            try:
+                with tracee.hurry(), halted:
+                    return action(halted)
+            except tracee.Unsafe as error:
+                problem = error
+                time.sleep(_PAUSE)
+            except OSError as error:
+                raise self.failure(error) from None
+            finally:
+                self.stops += 1
+                self.stop_ms = max(self.stop_ms, halted.milliseconds or 0.0)
+        raise LiveError(f"process {self.target.pid} cannot be changed: {problem}; try again")
+
+    def _map(self, near, room):
+        cave = self.cave = tracee.find_cave(self.memory)
+        if cave is None:
+            raise LiveError("no mapped program has unused space behind its text to make system calls from")
+        nonce = self._nonce = os.urandom(16)
+
+        def action(halted):
+            size = self.agent.size + PAGE       # the last page is for the plan
+            self.base = free_place(self.target.process, size, near)
+            regions = [(self.base, self.base + size)]
+            calls = [(tracee.MMAP, self.base, size, 3, 0x100022, -1, 0),
+                     (tracee.MPROTECT, self.base, self.agent.data, 5)]
+            if room:
+                self.room = self._elsewhere(room)
+                regions.append((self.room, self.room + room))
+                calls.append((tracee.MMAP, self.room, room, 3, 0x104022, -1, 0))
+            self.guard.announce(
+                regions=regions, code=[self.base, self.base + self.agent.data], cave=[cave[0], cave[1].hex()],
+                nonce=[self.at("nonce"), nonce.hex()], state=self.at("state"),
+                in_flight=self.at("in_flight") if self.agent.counts_flights else 0, seccomp=self.target.filtered)
+            tracee.make_calls(halted, self.memory, cave, calls, self.target.filtered)
+            exact = {(m.start, m.end) for m in tracee.mappings_of(self.target.pid)}
+            if (self.base + self.agent.data, self.base + size) not in exact or regions[-1] not in exact | {
+                    regions[0]}:
+                raise LiveError("the kernel refuses to map the agent: a limit on memory, or a security policy against "
+                                "memory that was written and is then executed")
+            self.memory.write(self.base + self.agent.size, self.guard.plan.page())
+
+        self.halted(action)
+
+    def _elsewhere(self, room):
+        place = free_place(self.target.process, room + self.agent.size + 5 * PAGE, None)
+        if place < self.base + self.agent.size + PAGE + _HOLE and self.base < place + room + _HOLE:
+            place = self.base - room - 2 * _HOLE
+        return place
+
+    def _fill(self, hooks, settings):
+        """Write the agent's code and data; returns the patches (address, before, after, displaced size)."""
+        code, patches = bytearray(self.agent.code), []
+        for hook in hooks:
+            at = self.agent.room(hook.name)
+            displaced = relocate.displace(hook.body, hook.address, self.base + at)
+            if len(displaced.code) > ROOM:
+                raise LiveError(f"the first instructions of {hook.name} take too much room")
+            code[at:at + len(displaced.code)] = displaced.code
+            after = relocate.jump(hook.address, self.base + self.agent.entry(hook.name))
+            patches.append((hook.address, hook.body[:len(after)], after, displaced.size))
+        values = {**settings(), "nonce": self._nonce}
+        self.memory.write(self.base + self.agent.data, self.agent.initial_data(values))
+        self.memory.write(self.base, bytes(code))
+        return patches
+
+    def patch(self, halted: tracee.Halted) -> None:
+        """Have the hooked functions lead to the agent. Raises Unsafe, LiveError, OSError."""
+        for address, before, _, _ in self._patches:
+            if self.memory.read(address, len(before)) != before:
+                raise LiveError(f"the text at {address:#x} is being changed by something else")
+        if halted.refer_to([(address + 1, address + size) for address, _, _, size in self._patches]):
+            raise tracee.Unsafe("a thread stays within the first instructions of a function to hook")
+        for address, _, after, _ in self._patches:
+            self.memory.write(address, after)
+
+    def at(self, name: str) -> int:
+        """The address of a variable of the agent."""
+        return self.base + self.agent.offset(name)
+
+    def read(self, name: str, size: int = 8) -> int:
+        """A variable of the agent."""
+        return int.from_bytes(self.memory.read(self.at(name), size), "little")
+
+    def write(self, name: str, value: int, size: int = 8) -> None:
+        """Set a variable of the agent."""
+        self.memory.write(self.at(name), value.to_bytes(size, "little"))
+
+    def remove(self):
+        """Have the guard take all out: a guard.Removal."""
+        result = self.guard.remove()
+        self.stop_ms = max(self.stop_ms, result.stop_ms)
+        self.memory.close()
+        return result

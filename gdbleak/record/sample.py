@@ -1,0 +1,218 @@
+"""The memory leak flame graph, sampled: by the agent, with no tracer attached while it records."""
+from __future__ import annotations
+
+import time
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from ..target.ptrace import LiveError
+from . import agent as agents
+from .agent import word
+from .install import Installation, Target
+from .leaks import Recording
+from .lua import ROOM, LuaStacks
+from .modules import Process
+from .unwind import Stacks, Unwinder
+
+ALLOCATORS = ("malloc", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "valloc", "pvalloc")
+SLOTS, STACK_BYTES = 1 << 14, 8192
+TICKS_A_QUANTUM = 1 << 24
+_LOOK = 0.05            # seconds between two looks at the target
+
+
+class Options(NamedTuple):
+    """seconds: of the window; grace: frees are watched for so long after it; by: "bytes" or "calls"; every: the mean
+    distance of samples, 0: so many that there are `rate` a second; pools: nginx's pools in place of malloc's blocks."""
+
+    seconds: float = 5.0
+    grace: float = 0.5
+    by: str = "bytes"
+    every: int = 0
+    rate: int = 10_000
+    pools: bool = False
+    lua: bool = False
+
+
+def hooks_of(target: Target, pools: bool):
+    """(hooks, the image they are in). Raises LiveError."""
+    if pools:
+        pair = [("ngx_create_pool", "create"), ("ngx_destroy_pool", "destroy")]
+        image = target.process.definer("ngx_create_pool")
+        names = dict(pair)
+    else:
+        image = target.process.definer("malloc")
+        names = {name: name for name in (*ALLOCATORS, "free")}
+    if image is None:
+        raise LiveError("no symbol tells where " + ("nginx's pools are made (is this nginx?)" if pools else
+                        "malloc is: a static program that was stripped cannot be recorded"))
+    hooks, addresses = [], set()
+    for name, hook in names.items():
+        found = target.function(name, image)
+        if found and found.address not in addresses:
+            addresses.add(found.address)
+            hooks.append(found._replace(name=hook))
+    missing = {"create", "destroy"} if pools else {"malloc", "free"}
+    missing -= {hook.name for hook in hooks}
+    if missing:
+        raise LiveError(f"{image.name} does not tell where {' and '.join(sorted(missing))} is")
+    return hooks, image
+
+
+def record(pid: int, options: Options, note: Callable[[str], None], progress: Callable[[str], None]) -> Recording:
+    """Record process `pid`. `note`: takes a line when the recording begins; `progress`: what is being done.
+
+    Raises LiveError. Ctrl-C ends the window early.
+    """
+    target = Target(pid)
+    if target.filtered:
+        raise LiveError(f"process {pid} is under seccomp: a system call of the agent could be its end; use --exact")
+    hooks, image = hooks_of(target, options.pools)
+    lua = LuaStacks(pid) if options.lua else None
+    installation = Installation(target, agents.Agent(options.by == "calls"))
+    try:
+        installation.install(hooks, image, room_bytes(), lambda: {
+            **settings(installation, hooks, options), **(lua.settings if lua else {})})
+        began = time.monotonic()
+        note(f"recording process {pid} for {options.seconds:g} s")
+        seconds = _watch(installation, began, options.seconds, progress, "recording")
+        installation.write("state", agents.FREES_ONLY, 4)
+        _watch(installation, time.monotonic(), options.grace, progress, "watching frees")
+        installation.write("state", agents.PASSIVE, 4)
+        rows, memory, areas = _read(installation)
+        counters = {name: installation.read(name) for name in ("taken", "released", "thinned", "missed", "dropped",
+                                                               "mean")}
+        process = Process(target.memory)
+        name = process.name
+        unwinder = Unwinder(process)
+        for each in process.images:         # the files are opened while the process is there
+            each.elf
+        if lua:
+            lua.look_again()
+    except OSError:
+        raise LiveError(f"process {pid} has ended, or runs another program now: what the agent recorded went with it")
+    finally:
+        removal = installation.remove()
+    progress("unwinding")
+    found = unwinder.unwind(Stacks(rows, memory))
+    stacks = [tuple(unwinder.frames(addresses)) for addresses in found]
+    if lua:
+        stacks = [lua.insert(*each, process, area) for *each, area in zip(stacks, found, areas)]
+    cut = sum(1 for addresses in found if addresses and addresses[-1] == 0)
+    return _recording(pid, name, options, seconds, rows, stacks, cut, counters, installation, removal)
+
+
+def room_bytes() -> int:
+    """What the slots and the table need."""
+    return SLOTS * (agents.SLOT.itemsize + STACK_BYTES) + _table_bytes()
+
+
+def _table_bytes() -> int:
+    return 4 * SLOTS * 8
+
+
+def settings(installation: Installation, hooks, options: Options) -> dict[str, bytes]:
+    """The agent's variables at the start."""
+    ticks = _ticks_a_second()
+    target = max(1, round(options.rate * TICKS_A_QUANTUM / ticks)) if not options.every else 0
+    internal = [installation.base, installation.base + installation.agent.data]
+    for hook in hooks:
+        if hook.name not in ("free", "destroy"):
+            internal += [hook.address, hook.address + len(hook.body)]
+    by_bytes = options.by == "bytes"
+    return {"state": agents.SAMPLING.to_bytes(4, "little"), "mean": word(options.every or 1),
+            "least_mean": word(options.every or 1), "quantum_target": word(target),
+            "size_mask": word((1 << 64) - 1 if by_bytes else 0), "unit": word(16 if by_bytes else 1),
+            "slots": word(installation.room + _table_bytes()), "table": word(installation.room),
+            "table_mask": word(_table_bytes() // 8 // agents.WAYS - 1), "slot_count": word(SLOTS),
+            "slot_bytes": word(agents.SLOT.itemsize + STACK_BYTES),
+            "stack_bytes": word(STACK_BYTES - (ROOM if options.lua else 0)),
+            "internal": b"".join(map(word, internal[:62]))}
+
+
+def _ticks_a_second() -> float:
+    """Of the processor's time stamp counter; a guess suffices."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(float(line.split(":")[1]) for line in file if line.startswith("cpu MHz")) * 1e6
+    except (OSError, StopIteration, ValueError):
+        return 2e9
+
+
+def _watch(installation, began, seconds, progress, what) -> float:
+    """Wait; returns how long. Raises LiveError when the process ends."""
+    try:
+        while True:
+            passed = time.monotonic() - began
+            if passed >= seconds:
+                return passed
+            progress(f"{what}: {passed:.0f} of {seconds:g} s")
+            installation.read("taken")
+            time.sleep(min(_LOOK, seconds - passed))
+    except KeyboardInterrupt:
+        return time.monotonic() - began
+
+
+def _read(installation) -> tuple[np.ndarray, np.ndarray, list[bytes]]:
+    """(rows of the live samples, their stacks as words, what was copied of Lua's)."""
+    for _ in range(100):
+        if not installation.read("in_flight"):
+            break
+        time.sleep(0.001)
+    memory, size = installation.memory, agents.SLOT.itemsize
+    table = np.frombuffer(memory.read(installation.room, _table_bytes()), np.uint64)
+    indexes = np.sort((table[table != 0] & np.uint64(0xfffff)).astype(np.int64) - 1)
+    slots = installation.room + _table_bytes()
+    rows = np.zeros(len(indexes), agents.SLOT)
+    stacks = np.zeros((len(indexes), STACK_BYTES // 8), np.uint64)
+    areas, room = [], installation.read("lua_room")
+    for k, index in enumerate(indexes.tolist()):
+        at = slots + index * (size + STACK_BYTES)
+        rows[k] = np.frombuffer(memory.read(at, size), agents.SLOT)[0]
+        length = min(int(rows[k]["stack_length"]), STACK_BYTES) & ~7
+        stacks[k, :length // 8] = np.frombuffer(memory.read(at + size, length), np.uint64)
+        areas.append(memory.read(at + size + STACK_BYTES - room, room) if room else b"")
+    return rows, stacks, areas
+
+
+def probabilities(rows: np.ndarray, by_bytes: bool) -> np.ndarray:
+    """With which each sample was taken."""
+    amount = rows["size"].astype(float) + 16 if by_bytes else np.ones(len(rows))
+    return -np.expm1(-amount / rows["mean"])
+
+
+def _recording(pid, name, options, seconds, rows, stacks, cut, counters, installation, removal) -> Recording:
+    chance = probabilities(rows, options.by == "bytes")
+    what = "Nginx Pool" if options.pools else "Memory"
+    recording = Recording(
+        "sample", pid, f"{what} Leak Flame Graph for {name} ({seconds:.3g} seconds sampling)",
+        f"Allocated in {seconds:.3g} s and not released within {options.grace:g} s more. Estimated from samples.",
+        noun="pools" if options.pools else "blocks")
+    for k, frames in enumerate(stacks):
+        size, weight = int(rows[k]["size"]), 1 / chance[k]
+        recording.add(frames, weight * size, weight, (1 - chance[k]) * (weight * size) ** 2)
+    recording.facts = [
+        f"pid {pid}, sampled: {counters['taken']:,} of its allocations were taken, one in {counters['mean']:,} "
+        f"{options.by} at the end; {counters['released']:,} were released, {len(rows):,} are the picture",
+        f"stopped {installation.stops} times, {installation.stop_ms:.1f} ms at most; no tracer was attached meanwhile"]
+    recording.facts.append(removal_line(removal))
+    if counters["thinned"]:
+        recording.facts.append(f"{counters['thinned']:,} samples made room for others: the estimate stays unbiased")
+    if counters["dropped"]:
+        recording.partial.append(f"{counters['dropped']:,} samples were lost, for want of room")
+    if cut:
+        recording.partial.append(f"{cut:,} stacks are deeper than the {STACK_BYTES:,} bytes that were copied")
+    recording.numbers = {"mode": "sampled", "seconds": round(seconds, 3), "held": len(rows), "cut": cut, **counters,
+                         "stop_ms": round(installation.stop_ms, 3)}
+    return recording
+
+
+def removal_line(removal) -> str:
+    """How the agent left, for a person."""
+    if removal.gone:
+        return "the process has ended meanwhile"
+    if not removal.restored:
+        return f"the agent is passive and still there: {removal.waits}; the guard takes it out as soon as it can"
+    if removal.left:
+        return f"the text is as it was; {removal.left >> 10:,} KiB of the agent stay mapped: {removal.waits}"
+    return "the agent was taken out again, and the text is as it was"

@@ -1,0 +1,71 @@
+"""What live processes map and do not unmap, against what the processes say."""
+import pytest
+
+from gdbleak.record import agent, mmaps
+from tests import record_target
+from tests.record_target import Subject, by_site, check_as_found, record, totals
+from tests.targets import build
+
+pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
+
+
+@pytest.mark.parametrize("flags", [("-O2",), ("-O1", "-static"), ("-O2", "-no-pie")])
+def test_mappings_equal_the_truth(flags):
+    """Partial munmap, mremap that moves, grows and shrinks, MAP_FIXED over old maps, brk, files, thread stacks, arenas,
+    forks, and four threads that take each other's addresses."""
+    with Subject(build("record_maps", *flags).path) as subject:
+        subject.line()
+        items, stacks, truth = record("mmaps", subject, "go")
+        found = by_site(stacks, truth)
+        assert {site: found.get(site, 0) for site in truth} == truth
+        told = totals(items)
+        assert told["dropped"] == 0 and told["unseen"] == 0 and told["calls"] > 28_000
+        kinds = {}
+        for frames, weight in stacks:
+            kinds.setdefault(frames[-1], set()).add(frames[0])
+        assert kinds["[thread stack]"] == kinds["[malloc arena]"] == kinds["[malloc block]"] == {"anonymous"}
+        assert [tops for kind, tops in kinds.items() if kind.startswith("[file ")] == [{"file"}]
+        arena = sum(weight for frames, weight in stacks if frames[-1] == "[malloc arena]")
+        assert arena == 64 << 20
+        assert sum(weight for frames, weight in stacks if frames[-1] == "[thread stack]" and "keep_thread" in frames) \
+            == truth["keep_thread"]
+        tables = [item for item in items if item["type"] == "table"]
+        assert len(tables) == 2 and tables[1]["data"][0][0] == "mapping"
+        check_as_found(subject.pid)
+        subject.say("quit")
+        assert subject.process.wait(record_target.WAIT) == 0
+
+
+def event(at, kind, *arguments, result=0, stack=0, lasts=1):
+    return mmaps.Event(at, at + lasts, kind, arguments + (0,) * (6 - len(arguments)), result, stack)
+
+
+def left(*events, start_break=0):
+    return [(piece.start, piece.end, piece.stack) for piece in mmaps.replay(list(events), start_break)]
+
+
+PAGE = 4096
+
+
+def test_replay_of_overlapping_calls():
+    """Another thread gets an address while the call that gives it up has not returned."""
+    first = event(1, agent.MMAP, 0, 4 * PAGE, 3, 0x22, result=0x10000, stack=1)
+    unmaps = event(10, agent.MUNMAP, 0x10000, 4 * PAGE, lasts=10)
+    second = event(12, agent.MMAP, 0, 4 * PAGE, 3, 0x22, result=0x10000, stack=2)
+    assert left(first, unmaps, second) == [(0x10000, 0x14000, 2)]
+    moves = event(10, agent.MREMAP, 0x10000, 4 * PAGE, 6 * PAGE, 1, result=0x30000, stack=3, lasts=10)
+    assert left(first, moves, second) == [(0x10000, 0x14000, 2), (0x30000, 0x34000, 1), (0x34000, 0x36000, 3)]
+
+
+def test_replay_of_parts():
+    mapped = event(1, agent.MMAP, 0, 8 * PAGE, 3, 0x22, result=0x10000, stack=1)
+    hole = event(3, agent.MUNMAP, 0x12000, 2 * PAGE)
+    over = event(5, agent.MMAP, 0x11000, PAGE, 3, 0x32, result=0x11000, stack=2)
+    assert left(mapped, hole) == [(0x10000, 0x12000, 1), (0x14000, 0x18000, 1)]
+    assert left(mapped, hole, over) == [(0x10000, 0x11000, 1), (0x11000, 0x12000, 2), (0x14000, 0x18000, 1)]
+    everything = event(7, agent.MUNMAP, 0, 1 << 40)
+    assert left(mapped, hole, over, everything) == []
+    grows, shrinks = event(1, agent.BRK, 0x5000, stack=4), event(3, agent.BRK, 0x2000, stack=5)
+    assert left(grows, start_break=0x1000) == [(0x1000, 0x5000, 4)]
+    assert left(grows, shrinks, start_break=0x1000) == [(0x1000, 0x2000, 4)]
+    assert left(shrinks, start_break=0x4000) == []

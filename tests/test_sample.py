@@ -1,0 +1,295 @@
+"""The memory leak flame graph of live processes, against what the processes say they leaked."""
+import json
+import re
+import subprocess
+import time
+
+import pytest
+
+from tests import nginx_target, record_target
+from tests.record_target import (GDBLEAK, Recorder, Subject, by_site, changed_text, check_as_found, guards, rates,
+                                 record, totals, wait_for)
+
+pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
+
+BUILDS = {
+    "C": lambda: rates("-O2"),
+    "C, frame pointers": lambda: rates("-O1", "-fno-omit-frame-pointer"),
+    "C, static": lambda: rates("-O2", "-static"),
+    "C, not PIE": lambda: rates("-O2", "-no-pie"),
+    "C++": lambda: record_target.build_as_cxx("record_rates", "-O2"),
+}
+
+
+@pytest.fixture(params=BUILDS)
+def subject(request):
+    with Subject(BUILDS[request.param]()) as started:
+        assert started.line() == "ready\n"
+        yield started
+        assert started.is_alive()
+        check_as_found(started.pid)
+        started.say("quit")
+        assert started.process.wait(record_target.WAIT) == 0
+
+
+def leaked(answer):
+    return {site: tuple(numbers) for site, numbers in answer.items() if site.startswith("leak_")}
+
+
+def test_exact_equals_the_truth(subject):
+    items, stacks, answer = record("sample", subject, "go 4 700 200", "--exact", "--grace", "0.2")
+    truth = leaked(answer)
+    found = by_site(stacks, truth)
+    assert {site: found.get(site) for site in truth} == {site: size for site, (size, _) in truth.items()}
+    assert not any(frame.startswith("churn_") for frames, _ in stacks for frame in frames)
+    told = totals(items)
+    assert told["mode"] == "exact" and told["interval"] == 0
+    assert told["bytes"] == sum(size for size, _ in truth.values()) + found.get("", 0)
+    deep = next(frames for frames, _ in stacks if frames[-1].startswith("leak_deep"))
+    assert sum(frame.startswith("leak_deep") for frame in deep) == 41
+    assert any(frame.startswith("one_round") for frame in deep) and any(frame.startswith("work") for frame in deep)
+
+
+def test_sampled_shares(subject):
+    """Each site's share within 2 points of the truth, and within 10% of itself above a share of 20%."""
+    items, stacks, answer = record("sample", subject, "go 4 120000 1500", "--grace", "0.2", "--rate", "30000")
+    truth = leaked(answer)
+    told, found = totals(items), by_site(stacks, truth)
+    all_true, all_found = sum(size for size, _ in truth.values()), sum(found.values())
+    assert told["mode"] == "sampled" and told["taken"] > 20_000 and told["dropped"] == 0
+    for site, (size, _) in truth.items():
+        share, sampled = size / all_true, found.get(site, 0) / all_found
+        assert abs(share - sampled) < 0.02, (site, share, sampled)
+        if share > 0.2:
+            assert abs(sampled / share - 1) < 0.1, (site, share, sampled)
+    churned = sum(weight for frames, weight in stacks if any(frame.startswith("churn_") for frame in frames))
+    assert churned < 0.01 * all_found
+    assert abs(all_found - all_true) < max(2 * told["interval"], 0.01 * all_true)
+    assert told["cut"] == 0
+
+
+@pytest.mark.parametrize("options, mode", [(["--by", "calls"], "calls"), (["--every", "64k"], "every")])
+def test_other_ways_to_sample(options, mode):
+    with Subject(rates("-O2")) as subject:
+        subject.line()
+        items, stacks, answer = record("sample", subject, "go 2 100000 1000", "--grace", "0.1", *options)
+        truth = leaked(answer)
+        found, told = by_site(stacks, truth), totals(items)
+        if mode == "every":
+            assert told["mean"] == 65536 or told["thinned"]
+        all_true = sum(size for size, _ in truth.values())
+        assert abs(sum(found.values()) - all_true) < max(3 * told["interval"], 0.02 * all_true)
+        check_as_found(subject.pid)
+
+
+def test_nginx_module_is_named(tmp_path):
+    """nginx under load: the graph shows the module's function under ngx_http_core_run_phases; no request is lost."""
+    nginx_target.build("debug")
+    with nginx_target.Nginx(tmp_path / "nginx", exe=nginx_target.DEBUG, module=None, block="700") as nginx:
+        graph = tmp_path / "graph.folded"
+        recorder = Recorder("sample", nginx.worker, "--seconds", "2", "--flame", graph)
+        recorder.wait_begin()
+        nginx.burst("/leak/block", seconds=2)
+        said, _ = recorder.finish()
+        stack, weight = max((line.rsplit(" ", 1) for line in graph.read_text().splitlines()),
+                            key=lambda pair: int(pair[1]))
+        frames = stack.split(";")
+        assert "ngx_http_leaky_handler" in frames
+        assert frames.index("ngx_http_core_run_phases") < frames.index("ngx_http_leaky_handler")
+        assert frames[:2] == ["_start", "__libc_start_main"] and frames[-1] == "ngx_alloc"
+        assert said.startswith("Memory Leak Flame Graph for nginx-debug (2 seconds sampling)\n")
+        check_as_found(nginx.worker)
+        assert nginx.stats()["pid"] == nginx.worker and nginx.master.poll() is None
+
+
+def test_stock_nginx_pools(tmp_path):
+    """Pools made and not destroyed, of Debian's stripped nginx; those that are destroyed do not count."""
+    nginx_target.build("module")
+    with nginx_target.Nginx(tmp_path / "nginx", pool="1024 40 2 5k") as nginx:
+        graph = tmp_path / "graph.folded"
+        before = nginx.stats()["pools"]["number"]
+        recorder = Recorder("sample", nginx.worker, "--seconds", "3", "--every", "1", "--pools", "--json", "-",
+                            "--flame", graph)
+        recorder.wait_begin()
+        nginx.get_many(["/leak/pool"] * 30 + ["/leak/destroyed"] * 40)
+        items = json.loads(recorder.finish()[0])
+        made = nginx.stats()["pools"]["number"] - before
+        stacks = [line.rsplit(" ", 1) for line in graph.read_text().splitlines()]
+        ours = [int(weight) for stack, weight in stacks if "ngx_http_leaky_module.so!" in stack]
+        assert sum(ours) == 1024 * made and made == 30
+        assert totals(items)["bytes"] >= sum(ours)
+        check_as_found(nginx.worker)
+
+
+LEAKY_LUA = """location /leak_lua { content_by_lua_block {
+    jit.off(true, true)
+    local ffi = require "ffi"
+    pcall(ffi.cdef, "void *malloc(size_t n);")
+    local function leak(n) local p = ffi.C.malloc(n)
+        return p
+    end
+    local function outer(n) local p = leak(n)
+        return p ~= nil
+    end
+    ngx.say(outer(3000))
+} }"""
+
+
+def test_lua_frames(tmp_path, monkeypatch):
+    """The functions of the running coroutine stand between nginx's frames and malloc's caller."""
+    if not all(path.exists() for path in nginx_target.LUA_MODULES):
+        pytest.skip("needs nginx's Lua module")
+    nginx_target.build("module")
+    monkeypatch.setattr(nginx_target, "LUA_SERVER", LEAKY_LUA)
+    with nginx_target.Nginx(tmp_path / "nginx", lua=True) as nginx:
+        nginx.get("/leak_lua")
+        graph = tmp_path / "graph.folded"
+        recorder = Recorder("sample", nginx.worker, "--seconds", "600", "--grace", "0", "--every", "1", "--lua",
+                            "--flame", graph)
+        recorder.wait_begin()
+        nginx.get_many(["/leak_lua"] * 150)
+        recorder.process.send_signal(2)
+        recorder.finish()
+        lua = {}
+        for line in graph.read_text().splitlines():
+            stack, weight = line.rsplit(" ", 1)
+            frames = stack.split(";")
+            named = tuple(frame for frame in frames if frame.endswith(" (Lua)"))
+            lua[named] = lua.get(named, 0) + int(weight)
+            if len(named) == 3:
+                assert frames.index("ngx_http_lua_run_thread") < frames.index(named[0]) < len(frames) - 1
+        full = [names for names in lua if len(names) == 3]
+        assert [name.rsplit(":", 1)[1] for name in full[0]] == ["11 (Lua)", "8 (Lua)", "5 (Lua)"], lua
+        assert lua[full[0]] == 150 * 3000
+        wait_for(lambda: not guards(nginx.worker), "the guard to end")
+        assert changed_text(nginx.worker) == []             # LuaJIT maps code of its own meanwhile
+
+
+def refusal(*words):
+    done = subprocess.run([*GDBLEAK, *map(str, words)], capture_output=True, text=True, timeout=record_target.WAIT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    return done.stderr
+
+
+def test_refusals():
+    with Subject(rates("-O2")) as subject:
+        subject.line()
+        assert "no process 999999999" in refusal("sample", "-p", 999999999)
+        assert "must end in" in refusal("sample", "-p", subject.pid, "--flame", "x.png")
+        assert "--seconds" in refusal("sample", "-p", subject.pid, "--seconds", "0")
+        assert "nginx's pools" in refusal("sample", "-p", subject.pid, "--pools")
+        check_as_found(subject.pid)
+
+
+def test_other_tracer():
+    with Subject(rates("-O2")) as subject:
+        subject.line()
+        tracer = subprocess.Popen(["gdb", "-nx", "-q", "-p", str(subject.pid)], stdin=subprocess.PIPE,
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: f"TracerPid:\t{tracer.pid}" in open(f"/proc/{subject.pid}/status").read(), "GDB")
+            for word in ("sample", "mmaps"):
+                assert f"already traced by process {tracer.pid}" in refusal(word, "-p", subject.pid)
+        finally:
+            tracer.communicate(b"detach\nquit\n", timeout=record_target.WAIT)
+        check_as_found(subject.pid)
+
+
+HARDENED = r"""
+#define _GNU_SOURCE
+#include <linux/seccomp.h>
+#include <linux/filter.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+static void handler(int number) { write(1, "trap\n", 5); }
+int main(int argc, char **argv)
+{
+    if (strchr(argv[1], 's')) {
+        struct sock_filter allow[] = { BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW) };
+        struct sock_fprog program = { 1, allow };
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program);
+    }
+    if (strchr(argv[1], 'b')) {
+        sigset_t set;
+        sigemptyset(&set);
+        sigaddset(&set, SIGTRAP);
+        sigprocmask(SIG_BLOCK, &set, NULL);
+    }
+    if (strchr(argv[1], 'h'))
+        signal(SIGTRAP, handler);
+    puts("ready");
+    fflush(stdout);
+    for (volatile long k = 0;; k++) {
+        free(malloc(100));
+        usleep(500);
+    }
+}
+"""
+
+
+@pytest.fixture
+def hardened(tmp_path):
+    (tmp_path / "hardened.c").write_text(HARDENED)
+    subprocess.run(["gcc", "-w", "-O1", "-o", tmp_path / "hardened", tmp_path / "hardened.c"], check=True)
+    return tmp_path / "hardened"
+
+
+@pytest.mark.parametrize("how, word, options, why", [
+    ("s", "sample", [], "under seccomp.*use --exact"), ("s", "mmaps", [], "under seccomp"),
+    ("b", "sample", ["--exact"], "blocks SIGTRAP.*sampled mode")])
+def test_targets_that_forbid_it(hardened, how, word, options, why):
+    with Subject(hardened, how) as subject:
+        subject.line()
+        assert re.search(why, refusal(word, "-p", subject.pid, *options))
+        check_as_found(subject.pid)
+        assert subject.is_alive()
+
+
+def signals(pid):
+    """What is blocked, ignored and handled."""
+    return [line for line in open(f"/proc/{pid}/status") if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
+
+
+def test_own_trap_handler_is_kept(hardened):
+    """The program's SIGTRAP handler works while it is recorded by breakpoints, and afterwards."""
+    with Subject(hardened, "h") as subject:
+        subject.line()
+        before = signals(subject.pid)
+        recorder = Recorder("sample", subject.pid, "--seconds", "1.5", "--exact")
+        recorder.wait_begin()
+        subject.process.send_signal(5)
+        assert subject.line() == "trap\n"
+        recorder.finish()
+        check_as_found(subject.pid)
+        subject.process.send_signal(5)
+        assert subject.line() == "trap\n"
+        assert signals(subject.pid) == before
+
+
+def test_exact_under_seccomp(hardened):
+    with Subject(hardened, "s") as subject:
+        subject.line()
+        recorder = Recorder("sample", subject.pid, "--seconds", "0.5", "--exact", "--json", "-")
+        items = json.loads(recorder.finish()[0])
+        assert totals(items)["calls"] > 10
+        check_as_found(subject.pid)
+        time.sleep(0.1)
+        assert subject.is_alive()
+
+
+def test_interrupted_window_is_reported():
+    with Subject(rates("-O2")) as subject:
+        subject.line()
+        recorder = Recorder("sample", subject.pid, "--seconds", "500", "--json", "-", "--grace", "0")
+        recorder.wait_begin()
+        subject.say("go 2 2000 0")
+        subject.line()
+        recorder.process.send_signal(2)
+        told = totals(json.loads(recorder.finish()[0]))
+        assert told["seconds"] < 400 and told["held"] > 0
+        check_as_found(subject.pid)

@@ -79,12 +79,12 @@ def total(items: List[Dict]) -> Dict:
     return sums
 
 
-def table(word: str, sums: List[Tuple[str, Dict]], both: Dict) -> Table:
+def table(word: str, sums: List[Tuple[str, Dict]], both: Dict, footer: str = SHARED) -> Table:
     """One row a process, and the sum; columns that are zero throughout are left out."""
     keys = [key for key, value in both.items() if isinstance(value, (int, float)) and value]
     rows = [[name, *(numbers.get(key, 0) for key in keys)] for name, numbers in sums]
     rows.append(["sum", *(both[key] for key in keys)])
-    return Table(["process", *keys], rows, f"leak-{word}: the sum of {len(sums)} processes", footer=SHARED)
+    return Table(["process", *keys], rows, f"leak-{word}: the sum of {len(sums)} processes", footer=footer)
 
 
 def add_under(profile: Profile, name: str, other: Profile) -> None:

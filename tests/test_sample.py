@@ -1,11 +1,14 @@
 """The memory leak flame graph of live processes, against what the processes say they leaked."""
 import json
 import re
+import shutil
 import subprocess
 import time
 
 import pytest
 
+from gdbleak.record import agent
+from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
 from tests.record_target import (GDBLEAK, Recorder, Subject, by_site, changed_text, check_as_found, guards, rates,
                                  record, totals, wait_for)
@@ -293,3 +296,30 @@ def test_interrupted_window_is_reported():
         told = totals(json.loads(recorder.finish()[0]))
         assert told["seconds"] < 400 and told["held"] > 0
         check_as_found(subject.pid)
+
+
+def test_several_processes(tmp_path):
+    """One after the other: a report each, one sum, one flame graph with each under its name."""
+    program = shutil.copy(rates("-O2"), tmp_path / "several")
+    flame, report = tmp_path / "flame.folded", tmp_path / "report.json"
+    with Subject(program) as first, Subject(program) as second:
+        for one in (first, second):
+            assert one.line() == "ready\n"
+            one.say("go 1 100000000 1000")
+        done = subprocess.run([*GDBLEAK, "sample", "--exe", program, "--seconds", "0.5", "--flame", flame, "--json", report],
+                              cwd=record_target.ROOT, capture_output=True, text=True, timeout=record_target.WAIT)
+        assert done.returncode == 0, done.stderr
+        for one in (first, second):
+            check_as_found(one.pid)
+        items = json.loads(report.read_text())
+        assert {item["pid"] for item in items if item["type"] == "process"} == {first.pid, second.pid}
+        *each, both = [item for item in items if item["type"] == "totals"]
+        assert both["processes"] == 2 and both["bytes"] == sum(one["bytes"] for one in each) > 0
+        names = {line.split(";")[0] for line in flame.read_text().splitlines()}
+        assert names == {f"several {one.pid}" for one in (first, second)}
+
+
+def test_agent_that_was_not_compiled(monkeypatch):
+    monkeypatch.setattr(agent, "product", lambda directory: directory / "build" / "nothing.so")
+    with pytest.raises(LiveError, match="the agent was not compiled when gdbleak was installed; install a C compiler"):
+        agent.Agent()

@@ -1,16 +1,27 @@
 """`gdbleak sample` and `gdbleak mmaps`: what is recorded in a live process, from the shell. No GDB takes part."""
 from __future__ import annotations
 
+import json
 
 from ..arguments import Parser, seconds
-from ..cli import DONE, INTERRUPTED, Failure, Terminal
+from ..cli import DONE, FAILED, INTERRUPTED, Failure, Terminal
 from ..commands.options import RECORDINGS
+from ..flame import Profile, write
+from ..reports.document import VERSION
+from ..several import add_under, table, total
+from ..target.processes import choose
 from ..target.ptrace import LiveError
 
 
+NO_SUMS = ("mean", "interval", "seconds", "stop_ms")      # numbers that do not add up over processes
+
+
 def run(word: str, arguments: list[str]) -> int:
-    """One recording; the exit status. Raises Failure."""
-    chosen = parser(word).parse_args(arguments)
+    """One recording, or one after the other of several processes; the exit status. Raises Failure."""
+    build = parser(word)
+    chosen = build.parse_args(arguments)
+    if (chosen.pid is None) == (chosen.exe is None):
+        build.error("give -p PID, -p -PGID, or --exe PATH")
     from ..flame import check_path
     try:
         if chosen.flame:
@@ -19,48 +30,88 @@ def run(word: str, arguments: list[str]) -> int:
         raise Failure(str(error)) from None
     with Terminal() as terminal:
         try:
-            recording = _record(word, chosen, terminal)
+            processes = choose(chosen.pid, chosen.exe)
+            several = chosen.pid is None or chosen.pid < 0
+            return (_each if several else _one)(word, chosen, processes, terminal)
         except LiveError as error:
             raise Failure(str(error)) from None
-        except KeyboardInterrupt:
-            terminal.note(f"gdbleak: interrupted; process {chosen.pid} runs on as it was")
-            return INTERRUPTED
         except ImportError as error:
             raise Failure(f"the Python package {error.name} is missing; run scripts/setup, or install gdbleak again"
                           ) from None
-        _show(recording.report(chosen.top), chosen, terminal)
+
+
+def _one(word: str, chosen, processes: list, terminal) -> int:
+    """Record the one process."""
+    try:
+        report = _record(word, chosen, processes[0].pid, terminal).report(chosen.top)
+    except KeyboardInterrupt:
+        terminal.note(f"gdbleak: interrupted; process {processes[0].pid} runs on as it was")
+        return INTERRUPTED
+    _show(report.text(), report.json(), report.profile, chosen, terminal)
     return DONE
 
 
-def _show(report, chosen, terminal):
-    from ..flame import write
-    text = report.json_text() if chosen.json == "-" else report.text()
-    terminal.report(text.encode("utf-8", "replace"))
+def _each(word: str, chosen, processes: list, terminal) -> int:
+    """Record one process after the other: a report each, and one sum and flame graph. What fails does not end the rest."""
+    status, text, items, sums, profile = DONE, "", [], [], None
+    for process in processes:
+        name = f"{process.name} {process.pid}"
+        try:
+            report = _record(word, chosen, process.pid, terminal).report(chosen.top)
+        except LiveError as error:
+            terminal.note(f"gdbleak: {name}: {error}")
+            status = FAILED
+            continue
+        except KeyboardInterrupt:
+            terminal.note(f"gdbleak: interrupted; process {process.pid} runs on as it was")
+            status = INTERRUPTED
+            break
+        found = report.json()
+        items += [{"type": "process", "ver": VERSION, "pid": process.pid, "name": process.name}, *found]
+        numbers = total([item for item in found if item["type"] == "totals"])
+        sums.append((name, {key: value for key, value in numbers.items() if key not in NO_SUMS}))
+        text += f"=== {name} ===\n{report.text()}\n"
+        if profile is None:
+            profile = Profile(f"{report.profile.title}, and of others", report.profile.legend, report.profile.unit)
+        add_under(profile, name, report.profile)
+    if sums:
+        both = total([numbers for _, numbers in sums])
+        items.append({"type": "totals", "ver": VERSION, "command": f"leak-{word}", "processes": len(sums), **both})
+        _show(text + table(word, sums, both, "").text(), items, profile, chosen, terminal)
+    return status
+
+
+def _show(text: str, items: list, profile, chosen, terminal) -> None:
+    """The report, and its files."""
+    as_json = json.dumps(items, indent=1) + "\n"
+    terminal.report((as_json if chosen.json == "-" else text).encode("utf-8", "replace"))
     if chosen.json and chosen.json != "-":
         with open(chosen.json, "w", encoding="utf-8") as stream:
-            stream.write(report.json_text())
+            stream.write(as_json)
     if chosen.flame:
-        write(report.profile, chosen.flame)
+        write(profile, chosen.flame)
 
 
-def _record(word, chosen, terminal):
+def _record(word, chosen, pid, terminal):
     from . import sample
     if word == "mmaps":
         from . import mmaps
-        return mmaps.record(chosen.pid, chosen.seconds, terminal.note, terminal.progress)
+        return mmaps.record(pid, chosen.seconds, terminal.note, terminal.progress)
     grace = chosen.seconds / 10 if chosen.grace is None else chosen.grace
     options = sample.Options(seconds=chosen.seconds, grace=grace, by=chosen.by, every=chosen.every, rate=chosen.rate,
                              pools=chosen.pools, lua=chosen.lua)
     if chosen.exact:
         from . import exact
-        return exact.record(chosen.pid, options, terminal.note, terminal.progress)
-    return sample.record(chosen.pid, options, terminal.note, terminal.progress)
+        return exact.record(pid, options, terminal.note, terminal.progress)
+    return sample.record(pid, options, terminal.note, terminal.progress)
 
 
 def parser(word: str) -> Parser:
     """The options of one of the two words."""
     build = Parser(prog=f"gdbleak {word}", description=RECORDINGS[word])
-    build.add_argument("-p", dest="pid", metavar="PID", type=int, required=True, help="the process to record")
+    build.add_argument("-p", dest="pid", metavar="PID", type=int,
+                       help="the process to record; -PGID: each process of that group, one after the other")
+    build.add_argument("--exe", metavar="PATH", help="each process that runs this executable, one after the other")
     build.add_argument("--seconds", metavar="N", type=seconds, default=5.0, help="how long (default 5)")
     add_options(build, word)
     return build

@@ -174,14 +174,17 @@ class Process:
         via[via == _UNKNOWN] = MEMBER
         return via
 
-    def steps(self, row: int) -> list[tuple[int, int]] | None:
-        """[(label, row), ...] of the shortest path to a row, the place first; None when nothing reaches it."""
+    def steps(self, row: int, most: int = 1 << 31) -> list[tuple[int, int]] | None:
+        """[(label, row), ...] of the shortest path to a row, the place first; None when nothing reaches it, or it has more
+        than `most` steps."""
         tree, found = self.tree, []
         if not tree.seen[row]:
             return None
         while tree.parent[row] >= 0:
             found.append((int(tree.via[row]), int(row)))
             row = int(tree.parent[row])
+            if len(found) > most:
+                return None
         found.append((0, int(row)))
         return found[::-1]
 

@@ -13,6 +13,7 @@ from ..kernels import luajit as kernel
 from .words import Words, joined, shorten
 
 _PLAIN = (kernel.TAB, kernel.UPVAL)      # what needs no word of its own in a frame
+_LONGEST = 1000                          # steps of a path after which a frame may be named
 #: The heaps that bytes are split by.
 HEAPS = ("Lua", "malloc", "pool")
 
@@ -69,7 +70,7 @@ class Folded:
         """How a row that its dominator holds in several ways is reached: the shortest of them."""
         groups, process = self.groups, self.process
         row, above = int(groups.row[group]), int(groups.row[groups.parent[group]])
-        steps = process.steps(row) if groups.count[group] == 1 else None
+        steps = process.steps(row, _LONGEST) if groups.count[group] == 1 else None
         if steps is None:
             return "(several ways)"
         at = [k for k, (_, step) in enumerate(steps) if step == above]

@@ -76,7 +76,7 @@ http {{
             proxy_pass http://quick; proxy_http_version 1.1; proxy_set_header Connection "";
             proxy_cache cached; proxy_cache_valid 1h;
         }}
-        location /limited {{ limit_req zone=limited burst=100000 nodelay; leaky nothing; }}
+        location /limited {{ limit_req zone=limited burst=100000000 nodelay; leaky nothing; }}
         location /leak/pool {{ leaky pool {pool}; }}
         location /leak/long {{ leaky pool 144 40000 0 0; }}
         location /leak/destroyed {{ leaky destroyed {pool}; }}

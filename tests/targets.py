@@ -59,7 +59,7 @@ def built_name(source, flags, compiler):
 def build(source, *flags):
     """Compile fixtures/programs/`source`, named without its .c or with its .cc, on the host. Cached by content, flags
     and compiler."""
-    name, source = ("g++", PROGRAMS / source) if source.endswith(".cc") else ("gcc", PROGRAMS / f"{source}.c")
+    name, source = ("g++", PROGRAMS / source) if str(source).endswith(".cc") else ("gcc", PROGRAMS / f"{source}.c")
     compiler = subprocess.run([name, "--version"], capture_output=True, text=True, check=True).stdout
     made = CACHE / "programs" / built_name(source, flags, compiler)
     if not made.exists():

@@ -1,4 +1,5 @@
 """leak-gc on LuaJIT programs that know what they made, in every build, and at every phase of a collection."""
+import json
 import struct
 
 import pytest
@@ -16,9 +17,9 @@ MADE = {"strings_short": 700, "strings_long": 50, "strings_huge": 6, "tables_emp
         "userdata": 100, "userdata_metatable": 100, "userdata_files": 50, "cdata_boxes": 100, "cdata_structs": 100,
         "cdata_variable": 100, "cdata_aligned": 100, "cdata_finalized": 100, "cdata_finalized_lua": 100,
         "protos": 100, "weak_keys": 50, "weak_values": 50, "weak_both": 50, "dead_keys": 50, "dead": 200,
-        "traces": 20, "many": 4000, "mixed": 12}
+        "traces": 20, "buffers": 60, "many": 4000, "mixed": 12}
 #: What is asked in any run, "mixed" being all others but these at once; --slow asks each by itself.
-FEW = ["mixed", "dead", "traces"]
+FEW = ["mixed", "dead", "traces", "buffers"]
 #: One of each kind: GC64 and not, both forks, with debug information and without, lj_alloc and malloc.
 QUICK = [*PACKAGED, "openresty-debug", "openresty-sysmalloc", "debian-gc32"]
 ALL_BUILDS = PACKAGED + [f"{name}-{variant}" for name in PACKAGED for variant in VARIANTS]
@@ -26,8 +27,8 @@ BUILDS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) fo
 CASES = [pytest.param(name, scenario, id=f"{name}-{scenario}",
                       marks=[] if scenario in FEW and name in QUICK else pytest.mark.slow)
          for name in ALL_BUILDS for scenario in MADE]
-#: Where the byte counts are not the program's own: garbage comes and goes, or the JIT compiler allocates.
-UNCOUNTED = ["traces", "many"]
+#: Where the byte counts are not those of the objects: garbage comes and goes, the JIT compiler or a buffer allocates.
+UNCOUNTED = ["traces", "many", "buffers"]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,16 @@ def test_traces(answers, name):
 
 
 @pytest.mark.parametrize("name", BUILDS)
+def test_string_buffers(answers, name):
+    """What the buffers of string.buffer hold is no object's; what one only shows is the string's."""
+    truth, more = difference(answers, name, "buffers")
+    held = [dict(table(reply.items, "what gc.total is made of")[1:]).get("string buffers", 0)
+            for _, reply in answers(name, "buffers")]
+    assert {kind: row[0] for kind, row in more.items() if row[0]} == truth["objects"]
+    assert more["userdata"][1] + int(held[1]) - int(held[0]) == truth["bytes"] > truth["made"] * 4000
+
+
+@pytest.mark.parametrize("name", BUILDS)
 def test_allocator(answers, name):
     """All that is mapped is in use, free, or the allocator's own; what is large has a mapping of its own."""
     (_, empty), (core, full) = answers(name, "mixed")
@@ -157,9 +168,15 @@ def test_within_a_collection(tmp_path, name, phase):
 def test_the_count_is_the_core_s(tmp_path, name):
     """Of the target: what the program counted is what GDB reads in the core."""
     core = luajit_target.run(name, "tables_hash", tmp_path, 100)
-    done = run_gdb(["frame function docall", "print ((global_State *)(unsigned long)L->glref."
-                    + ("ptr32" if name.endswith("gc32") else "ptr64") + ")->gc.total"], core.exe, core.core)
+    width = "ptr32" if name.endswith("gc32") else "ptr64"
+    done = run_gdb(["frame function docall", f"set $g = (global_State *)(unsigned long)L->glref.{width}",
+                    "print $g->gc.total", f"set $c = (CTState *)(unsigned long)$g->ctype_state.{width}",
+                    'printf "C types: %d, %d bytes\\n", $c->top, $c->sizetab * sizeof(CType)',
+                    f"leak-gc --json {tmp_path / 'gc.json'}"], core.exe, core.core)
     assert f"= {core.truth['count']}\n" in done.stdout
+    found, = items_of(json.loads((tmp_path / "gc.json").read_text()), "totals")
+    assert f"C types: {found['c_types']}, {found['c_type_table_bytes']} bytes\n" in done.stdout
+    assert 0 < found["c_types"] * 16 <= found["c_type_table_bytes"]
 
 
 def patched(core, path, address, data):
@@ -195,7 +212,7 @@ def test_damaged_object(healthy, tmp_path, what):
     field, data = DAMAGE.get(what) or ("GCtab.nextgc", struct.pack("<Q", first))
     at, = offsets("openresty-debug", field)
     core = patched(healthy, tmp_path / "core", first + at, data)
-    (reply, refs), = ask([(core, ["leak-gc", "leak-gc-refs"])])
+    (reply, refs), = ask([(core, ["leak-gc --types", "leak-gc-refs"])])
     assert "Traceback" not in reply.text + refs.text
     check = check_of(reply)
     assert check["truth"] == core.truth["count"]

@@ -236,7 +236,7 @@ def test_path_and_referrers(tmp_path):
 
 @pytest.mark.slow
 def test_random_stops_of_a_busy_worker(tmp_path):
-    """In the JIT, in a sweep, in the allocator: close to nothing is missing, and what is, is the one thing under way."""
+    """In the JIT, in a sweep, in the allocator: close to nothing is missing, and what is, is what was under way."""
     gaps = []
     with LuaNginx(tmp_path / "nginx", "churn", jit=True) as nginx:
         url = f"http://127.0.0.1:{nginx.port}/hit"

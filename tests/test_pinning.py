@@ -236,3 +236,12 @@ def test_paths_to_blocks(pinned, name):
     for (held, (first, second)), reply in zip(pairs.items(), replies):
         assert re.search(rf"\.holders => \.{held}\b", reply.text), reply.text
         assert f"{first:#x}" in reply.text and f"{second:#x}" in reply.text
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_pending_in_the_words_of_the_collector(pinned, name):
+    """leak-gc --types tells of the native memory that only its dead objects hold."""
+    core = pinned(name)
+    (gc,), = ask([(core, ["leak-gc --types"])])
+    rows = {row[0]: row[1:] for row in table(gc.items, "what Lua holds of malloc's memory")[1:]}
+    assert rows["pending: only dead objects hold it"] == [str(2 * MADE), str(chunk_bytes(core, "pending"))]

@@ -5,15 +5,19 @@ from collections import Counter
 
 import numpy as np
 
+from ..graph.native import PENDING
 from ..kernels import luajit as kernel
-from ..runtimes import luajit_layouts
-from ..runtimes.luajit import VM, finalizer_table, table_nodes
+from ..runtimes import luajit_layouts, luajit_makers
+from ..runtimes.luajit import VM, ctype_table, finalizer_table, table_nodes
 from ..runtimes.luajit_flight import Flight, in_flight
+from ..runtimes.luajit_makers import Makers
 from ..runtimes.luajit_names import Names
 from ..target.address_space import Absent
 from ..target.target import TargetError
 from .analysis import Analysis
 from .document import Data, Report, Table, printable, share, size_name
+
+_SHAPES = 2000                  # groups of tables that are compared with the code
 
 
 def run(analysis: Analysis, arguments) -> Report:
@@ -34,7 +38,22 @@ def run(analysis: Analysis, arguments) -> Report:
             for table in _refined(vm, arguments.top):
                 report.say()
                 report.add(table)
+    if arguments.types and analysis.glibc:
+        report.say()
+        _native(report, analysis)
     return report
+
+
+def _native(report: Report, analysis: Analysis) -> None:
+    """What live and dead objects hold of malloc's memory."""
+    native = analysis.native
+    sizes, rows = native.nodes.size, native.rows_of(PENDING)
+    held = [np.unique(np.concatenate([held.rows(live) for held in native.holders])) for live in (True, False)]
+    table = [[f"{name} objects point to", len(blocks), int(sizes[blocks].sum())] for name, blocks in zip(("live", "dead"), held)]
+    table.append(["pending: only dead objects hold it", len(rows), int(sizes[rows].sum())])
+    report.add(Table(["native memory (malloc)", "blocks", "bytes"], table,
+                     "what Lua holds of malloc's memory; pending is neither live nor leaked, the next collection releases it", (0,),
+                     "leak-retained --pins: which objects pin how much"))
 
 
 def need_vms(analysis: Analysis) -> list[VM]:
@@ -91,7 +110,8 @@ def _explain(vm: VM, gap: int, flight: Flight | None) -> str:
     where = ", ".join(f"thread {t.lwp} at {printable(vm.target.name_of(t.pc) or hex(t.pc), 60)}" for t in inside[:3])
     stood = f"stopped inside LuaJIT ({where})" if inside else "no thread stood in LuaJIT's own code"
     if flight is not None and flight.counted is not None:
-        return f"explained by {'; '.join(_under_way(flight))}; {stood}, collector: {vm.state}"
+        verb = "explained by" if _is_explained(vm, flight) else "damaged, it seems:"
+        return f"{verb} {'; '.join(_under_way(flight))}; {stood}, collector: {vm.state}"
     if gap < 0:
         return (f"{stood}: an object that LuaJIT has counted and not linked yet, as while a string is copied in, would "
                 f"explain {-gap:,} bytes")
@@ -128,8 +148,9 @@ def _totals(report: Report, vm: VM) -> None:
         "allocator_direct_bytes": sum(size for _, size in heap.direct), "allocator_free_bytes": heap.free_pool,
         "allocator_in_use_bytes": heap.total("in_use_bytes"), "allocator_in_use_chunks": heap.total("in_use_chunks"),
         "allocator_overhead_bytes": heap.total("overhead")}
+    known, size = ctype_table(vm)
     report.totals(runtime="luajit", objects=len(vm.objects), bytes=vm.total, dead_objects=int(dead.sum()),
-                  dead_bytes=int(vm.objects.size[dead].sum()), **allocator)
+                  dead_bytes=int(vm.objects.size[dead].sum()), c_types=known, c_type_table_bytes=size, **allocator)
 
 
 def dead_rows(vm: VM) -> np.ndarray:
@@ -198,9 +219,11 @@ def _allocator(report: Report, vm: VM) -> None:
 
 def _refined(vm: VM, top: int) -> list[Table]:
     """cdata by C type, their finalizers, userdata by metatable, functions by where they are written,
-    tables by their path."""
+    tables by their path and by the code that can have made them."""
     names, tables = Names(vm), []
-    for kind, title, name_of in ((kernel.CDATA, "cdata by C type", names.ctype_of),
+    known, size = ctype_table(vm)
+    for kind, title, name_of in ((kernel.CDATA, f"cdata by C type (names from the VM's table of {known:,} C types, "
+                                                f"{size:,} bytes)", names.ctype_of),
                                  (kernel.UDATA, "userdata by metatable",
                                   lambda row: names.metatable_name(row) or "(no name)"),
                                  (kernel.FUNC, "functions by where they begin", names.function)):
@@ -208,7 +231,7 @@ def _refined(vm: VM, top: int) -> list[Table]:
         tables.append(_counted(kernel.KINDS[kind], title, rows, top))
     tables.append(_counted("finalizer", "cdata by finalizer (bytes: of the cdata objects alone)",
                            list(_finalizers(names)), top))
-    tables.append(_table_paths(vm, top))
+    tables += [_table_paths(vm, top), _table_makers(names, top)]
     return [table for table in tables if table.rows]
 
 
@@ -253,3 +276,39 @@ def _table_paths(vm: VM, top: int) -> Table:
     left = len(tables) - len(rows)
     return Table(["table", "count", "bytes"], rows, "tables by path (their own bytes)", (0,),
                  f"{left:,} more: --top N shows them" if left else "")
+
+
+def _table_makers(names: Names, top: int) -> Table:
+    """Tables by the code that they can be from, the most bytes first; where none is known, by their names."""
+    vm, makers, found = names.vm, Makers(names), {}
+    shapes = luajit_makers.shapes(vm)
+    for row, count, colo, number, size in zip(shapes.row[:_SHAPES].tolist(), shapes.names.tolist(),
+                                              shapes.colo.tolist(), shapes.count.tolist(), shapes.bytes.tolist()):
+        fields = luajit_makers.names_of(vm, row) if count > 0 else frozenset()
+        places = makers.places(fields, colo) if count >= 0 else []
+        text = _fields_text(names, fields, count, colo)
+        entry = found.setdefault(tuple(places) or text, [_places_text(places), text, 0, 0])
+        entry[2] += number
+        entry[3] += size
+    rows = sorted(found.values(), key=lambda entry: -entry[3])
+    shown = rows[:max(top, 0)]
+    notes = [f"{len(rows) - len(shown):,} more: --top N shows them"] if len(rows) > len(shown) else []
+    if len(shapes) > _SHAPES:
+        notes.append(f"not looked at: {int(shapes.count[_SHAPES:].sum()):,} tables, "
+                     f"{int(shapes.bytes[_SHAPES:].sum()):,} bytes, of the {len(shapes) - _SHAPES:,} smallest groups")
+    title = "tables by the code that makes such (inferred: from their names and array parts; their own bytes)"
+    return Table(["made at", "names", "count", "bytes"], shown, title, (0, 1), "; ".join(notes))
+
+
+def _places_text(places: list[str], most: int = 3) -> str:
+    more = f" or {len(places) - most} more" if len(places) > most else ""
+    return " or ".join(printable(place, 50) for place in places[:most]) + more if places else "not known"
+
+
+def _fields_text(names: Names, fields: frozenset[int], count: int, colo: int, most: int = 6) -> str:
+    """`{1..3, name, size}`: array slots that were allocated with the table, and names."""
+    if count < 0:
+        return f"(more than {luajit_makers.MOST_NAMES} names)"
+    shown = [f"1..{colo - 1}"] if colo > 1 else []
+    shown += [printable(text, 24) for text in sorted(names.text(field, 24) for field in fields)[:most]]
+    return "{" + ", ".join(shown) + (f", {count - most} more" if count > most else "") + "}"

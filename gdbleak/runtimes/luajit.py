@@ -247,8 +247,8 @@ def _vm_at(target: Target, main: int, how: str) -> VM | None:
     head = target.word(main - 8) or 0
     # The number of bytecodes differs from release to release, and with it GG_State's size: its own chunk knows it.
     size = (head & ~7) - 8
-    if vm.allocator is not None and abs(size - layout.GG_sizeof) <= 512:
-        layout.GG_sizeof = size
+    if target.word(vm.g + layout.g_allocd) and abs(size - layout.GG_sizeof) <= 512:
+        layout.GG_sizeof = size            # before anything is worked out with it
     return vm
 
 
@@ -410,6 +410,16 @@ def vector(vm: VM) -> np.ndarray:
 def ctype_state(vm: VM) -> int:
     """Address of the CTState, 0 when the FFI was never used."""
     return vm.ref(vm.g + vm.layout.g_ctype_state)
+
+
+def ctype_table(vm: VM) -> tuple[int, int]:
+    """(how many C types the VM knows, the bytes of the table that has them, with room for more)."""
+    state, layout = ctype_state(vm), vm.layout
+    try:
+        return (vm.u32(state + layout.CTState_top), layout.CType_sizeof * vm.u32(state + layout.CTState_sizetab)) \
+            if state else (0, 0)
+    except Absent:
+        return 0, 0
 
 
 def ctype_sizes(vm: VM) -> np.ndarray:

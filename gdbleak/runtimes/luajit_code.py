@@ -12,7 +12,7 @@ from .luajit import VM
 from .luajit_names import Names
 
 # Bytecodes (the same in all of 2.1) whose operand names a string constant: C for those on a table, D for the others.
-_KSTR, _GGET, _GSET, _TGETS, _TSETS = 39, 54, 55, 57, 61
+_KSTR, _GGET, _GSET, _TGETS, TSETS = 39, 54, 55, 57, 61
 _FRAME_LUA, _FRAME_VARG = 0, 3
 
 
@@ -48,22 +48,30 @@ def uses_of(names: Names, name: int, most: int = 1000) -> list[Use]:
     return sorted(found, key=lambda use: (not use.written, use.place))
 
 
+def constants(vm: VM, proto: int) -> list[int]:
+    """Addresses of a prototype's collectable constants, in the order in which bytecode numbers them. Raises Absent."""
+    count, width = vm.u32(proto + vm.layout.GCproto_sizekgc), vm.layout.ref
+    base = vm.ref(proto + vm.layout.GCproto_k) - width * count
+    return np.frombuffer(vm.target.space.read(base, width * count), f"<u{width}")[::-1].tolist()
+
+
+def bytecode(vm: VM, proto: int) -> np.ndarray:
+    """A prototype's instructions (uint32). Raises Absent."""
+    size = vm.u32(proto + vm.layout.GCproto_sizebc)
+    return np.frombuffer(vm.target.space.read(proto + vm.layout.GCproto_sizeof, 4 * size), "<u4")
+
+
 def _uses_in(names: Names, proto: int, string: int):
-    vm, layout = names.vm, names.vm.layout
-    count = vm.u32(proto + layout.GCproto_sizekgc)
-    base = vm.ref(proto + layout.GCproto_k) - layout.ref * count
-    constants = np.frombuffer(vm.target.space.read(base, layout.ref * count), f"<u{layout.ref}")[::-1].tolist()
-    if string not in constants:
+    vm, known = names.vm, constants(names.vm, proto)
+    if string not in known:
         return
-    number = constants.index(string)
-    code = np.frombuffer(vm.target.space.read(proto + layout.GCproto_sizeof, 4 * vm.u32(proto + layout.GCproto_sizebc)),
-                         "<u4")
+    number, code = known.index(string), bytecode(vm, proto)
     op, c, d = code & 0xff, code >> 16 & 0xff, code >> 16
-    on_table = ((op == _TGETS) | (op == _TSETS)) & (c == number)
+    on_table = ((op == _TGETS) | (op == TSETS)) & (c == number)
     plain = ((op == _KSTR) | (op == _GGET) | (op == _GSET)) & (d == number)
     file = names.place(proto).rsplit(":", 1)[0]
     for position in np.flatnonzero(on_table | plain):
-        yield Use(f"{file}:{line_of(vm, proto, int(position))}", int(op[position]) in (_TSETS, _GSET))
+        yield Use(f"{file}:{line_of(vm, proto, int(position))}", int(op[position]) in (TSETS, _GSET))
 
 
 class Frame(NamedTuple):

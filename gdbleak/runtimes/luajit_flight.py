@@ -22,9 +22,10 @@ Blocks = list[tuple[int, int]]  # (address, bytes) of each
 @dataclass
 class Flight:
     """`chunks` in use that what the VM names does not fill (bytes: of the chunk, `named` bytes in all of them; `full`:
-    in one it names more than there is room for); `gone`: what it names that lies in no such chunk; `swept`: strings
-    that the sweep has counted out and not unlinked yet; `unfinished`: functions that have no upvalues yet (bytes: of
-    these). `counted`: bytes that gc.total has for the chunks; None when no such number makes up the gap."""
+    somewhere it names more than there is, or was, room for); `gone`: what it names that lies in no such chunk;
+    `swept`: strings that the sweep has counted out and not unlinked yet; `unfinished`: functions that have no upvalues
+    yet (bytes: of these). `counted`: bytes that gc.total has for the chunks; None when no such number makes up the
+    gap."""
 
     chunks: Blocks = field(default_factory=list)
     named: int = 0
@@ -40,18 +41,22 @@ def in_flight(vm: VM, gap: int) -> Flight | None:
     heap = vm.allocator
     if heap is None:
         return None
-    flight = Flight(unfinished=_unfinished(vm))
     chunk, size, least, most = lj_alloc.chunks(vm.target, heap)
+    if not len(chunk):
+        return Flight()
+    flight = Flight(unfinished=_unfinished(vm))
     block, length = blocks(vm)
     owner = np.searchsorted(chunk, block, "right") - 1
-    inside = (owner >= 0) & (block < (chunk + size)[np.maximum(owner, 0)]) if len(chunk) else np.zeros(len(block), bool)
+    inside = (owner >= 0) & (block < (chunk + size)[np.maximum(owner, 0)])
     named = np.bincount(owner[inside], length[inside], len(chunk)).astype(np.int64)
     for address, more in flight.unfinished:
         named[max(np.searchsorted(chunk, address, "right") - 1, 0)] += more
     odd = np.flatnonzero((named < least) | (named > most))
     flight.chunks = list(zip((chunk[odd] + 16).tolist(), size[odd].tolist()))
-    flight.named, flight.full = int(named[odd].sum()), bool((named > most).any())
     flight.gone = list(zip(block[~inside].tolist(), length[~inside].tolist()))
+    flight.named = int(named[odd].sum())
+    flight.full = bool((named > most).any() and (named >= least).all()) or \
+        not all(_had_room(heap, *one) for one in flight.gone)
     left = _sizes(flight.gone)                      # counted still, when the allocator is about to free or move them
     counted = flight.named + sum(left) - sum(_sizes(flight.unfinished)) - gap
     if len(odd) + len(left) <= _FEW:
@@ -60,6 +65,12 @@ def in_flight(vm: VM, gap: int) -> Flight | None:
                 flight.swept, flight.counted = swept, counted + sum(_sizes(swept))
                 break
     return flight
+
+
+def _had_room(heap: lj_alloc.LjAlloc, address: int, size: int) -> bool:
+    """Whether a block can have been there: in a segment, or at the beginning of a mapping of its own."""
+    return address & 4095 == 16 or any(segment.start <= address and address + size <= segment.start + segment.size
+                                       for segment in heap.segments)
 
 
 def _sizes(of: Blocks) -> list[int]:

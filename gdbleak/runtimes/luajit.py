@@ -244,10 +244,11 @@ def _vm_at(target: Target, main: int, how: str) -> VM | None:
     if not _fits(target, main, layout):
         return None
     vm = VM(target, main, main + layout.L_sizeof, layout, how)
-    head = target.word(main - 8) or 0
+    head, allocd = target.word(main - 8) or 0, target.word(vm.g + layout.g_allocd) or 0
     # The number of bytecodes differs from release to release, and with it GG_State's size: its own chunk knows it.
     size = (head & ~7) - 8
-    if target.word(vm.g + layout.g_allocd) and abs(size - layout.GG_sizeof) <= 512:
+    # (With lj_alloc it is the first chunk behind the malloc_state.)
+    if 0 < main - allocd < 1024 and abs(size - layout.GG_sizeof) <= 512:
         layout.GG_sizeof = size            # before anything is worked out with it
     return vm
 

@@ -1,5 +1,8 @@
 """Arguments of the shell command: the parser, and the options that choose processes. Python 3.6 or later."""
 import argparse
+import os
+import signal
+import sys
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,6 +46,21 @@ def seconds(text):
 def milliseconds(text):
     """A positive number of milliseconds. Raises ValueError."""
     return seconds(text)
+
+
+def prepare_process():
+    """What the shell commands begin with: the standard files are open, if on nothing, so that no other file gets their
+    numbers; SIGTERM, and SIGHUP unless it was ignored (nohup), end this program in an orderly way."""
+    fd = 0
+    while fd <= 2:
+        fd = os.open(os.devnull, os.O_RDWR)
+    os.close(fd)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def is_single(chosen):

@@ -4,6 +4,8 @@ Exit status: 0 done, 1 something was found that was asked to be absent, 2 the an
 """
 import argparse
 import contextlib
+import fcntl
+import glob
 import importlib
 import os
 import shlex
@@ -14,12 +16,14 @@ import time
 from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from . import __version__, core_probe
-from .arguments import Parser, add_process_options, check_process_options, is_single, seconds
+from .arguments import Parser, add_process_options, check_process_options, is_single, prepare_process, seconds
 from .commands import options
 
 DONE, FAILED = 0, 2
 INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 PROGRESS_AFTER = 0.5  # seconds
+COPY = "gdbleak-copy-"  # how the directories of copies begin, each locked by who made it
+JUST_MADE = 60  # seconds in which a directory may not be locked yet
 
 
 class Failure(Exception):
@@ -36,10 +40,7 @@ class Target(NamedTuple):
 
 def main(arguments: Optional[List[str]] = None) -> int:
     """Run one command line; the exit status."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    if sys.stdout is None:  # closed by who started us
-        sys.stdout = open(os.devnull, "w")
+    prepare_process()
     try:
         status = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -134,6 +135,8 @@ def analyse(word: str, arguments: List[str]) -> int:
     chosen = both.parse_args(arguments)
     check_target_options(chosen, both)
     gdb = find_gdb(chosen.gdb)
+    for path in {getattr(chosen, "json", None), getattr(chosen, "flame", None)} - {None, "-"}:
+        check_writable(path)
     with Terminal() as terminal, live_errors():
         if chosen.core is None and not is_single(chosen):
             from .several import analyse_each
@@ -142,6 +145,16 @@ def analyse(word: str, arguments: List[str]) -> int:
         command = command_line(word, arguments)
         with the_target(chosen, terminal) as target:
             return run_in_gdb(gdb, command, target, chosen.timeout, terminal)
+
+
+def check_writable(path: str) -> None:
+    """Raises Failure when no file can be written there: known before a process is stopped for it."""
+    directory = os.path.dirname(os.path.abspath(path))
+    for problem, is_so in (("there is no such directory", not os.path.isdir(directory)),
+                           ("it is a directory", os.path.isdir(path)),
+                           ("no permission", not os.access(path if os.path.exists(path) else directory, os.W_OK))):
+        if is_so:
+            raise Failure(f"cannot write {path}: {problem}")
 
 
 def command_line(word: str, arguments: List[str], *more: str, without: Tuple[str, ...] = ()) -> str:
@@ -267,13 +280,25 @@ def copied_targets(chosen: argparse.Namespace, terminal: Terminal) -> Iterator[T
         terminal.progress(f"copying process {pid}: {100 * done / max(total, 1):.0f} %")
 
     def path_of(pid: int) -> str:
-        nonlocal directory
+        nonlocal directory, lock
+        drop()
         needed = field(f"/proc/{pid}/status", "VmRSS") * 5 // 4
-        directory = tempfile.mkdtemp(prefix="gdbleak-", dir=roomy_directory(needed))
+        directory = tempfile.mkdtemp(prefix=COPY, dir=roomy_directory(needed))
+        lock = os.open(directory, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         return os.path.join(directory, f"core.{pid}")
 
-    directory = None
+    def drop() -> None:
+        nonlocal directory, lock
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        directory = lock = None
+
+    directory = lock = None
     single = is_single(chosen)
+    sweep()
     try:
         with contextlib.closing(copies(chosen, path_of, progress)) as made:
             for copy in made:
@@ -287,10 +312,27 @@ def copied_targets(chosen: argparse.Namespace, terminal: Terminal) -> Iterator[T
                     packed = pack(path, copy.files)
                     exe, sysroot = exe or packed.executable or None, packed.directory
                 yield copy, core_target(path, exe, sysroot, terminal, f"/proc/{copy.process.pid}/exe")
-                shutil.rmtree(directory, ignore_errors=True)
+                drop()
     finally:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        drop()
+
+
+def sweep() -> None:
+    """Take away the copies of processes of this user that nobody holds any more: their owners were killed."""
+    import tempfile
+
+    for place in {"/dev/shm", "/var/tmp", tempfile.gettempdir()}:
+        for path in glob.glob(os.path.join(glob.escape(place), COPY + "*")):
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                if status.st_uid != os.geteuid() or time.time() - status.st_mtime < JUST_MADE:
+                    continue
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(fd)
 
 
 def core_target(path: str, exe: Optional[str], sysroot: Optional[str], terminal: Terminal,

@@ -5,8 +5,10 @@ were mapped, links by the names that the dynamic linker used, debug files where 
 GDB looks for them, and the list `build-ids`. Standard library only, Python 3.6 or later.
 """
 import contextlib
+import errno
 import os
 import shutil
+import stat
 import struct
 from typing import BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
@@ -39,7 +41,11 @@ class Files:
 
     def open(self, path: str) -> BinaryIO:
         """A file of the target. Raises OSError."""
-        return open(resolve(self._sysroot, path), "rb")
+        fd = os.open(resolve(self._sysroot, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO keeps nobody
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return os.fdopen(fd, "rb")
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -70,7 +76,7 @@ class MappedFiles(Files):
             places.append("/proc/%d/root%s" % (tid, mapping.path))
         for place in places:
             with contextlib.suppress(OSError):
-                return os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+                return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         return None
 
     def open(self, path: str) -> BinaryIO:
@@ -179,16 +185,19 @@ def _link_map(core: Core, stream: BinaryIO) -> int:
 def _take(files: Files, path: str, number: str, first_page: bytes, directory: str) -> Tuple[str, int]:
     """Copy a file of the target, if it is the right one: (why not, bytes)."""
     try:
-        with files.open(path) as source:
-            theirs = file_build_id("/proc/self/fd/%d" % source.fileno())
-            if number != theirs or not number and source.read(len(first_page)) != first_page:
-                return "the file is another build: %s" % (theirs or "its first page differs"), 0
-            source.seek(0)
-            return "", _write(source, _place(directory, path))
+        source = files.open(path)
     except FileNotFoundError:
         return "there is no such file", 0
     except PermissionError:
         return "no permission to read it", 0
+    except OSError as error:
+        return error.strerror or str(error), 0
+    with source:
+        theirs = file_build_id("/proc/self/fd/%d" % source.fileno())
+        if number != theirs or not number and source.read(len(first_page)) != first_page:
+            return "the file is another build: %s" % (theirs or "its first page differs"), 0
+        source.seek(0)
+        return "", _write(source, _place(directory, path))
 
 
 def _take_debug_file(files: Files, number: str, directory: str) -> int:
@@ -206,7 +215,10 @@ def _write(source: BinaryIO, path: str) -> int:
         os.unlink(path)
     with open(path, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
-        return target.tell()
+        size = target.tell()
+    status = os.fstat(source.fileno())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))     # GDB warns of a file that is newer than the core
+    return size
 
 
 def _place(directory: str, path: str) -> str:

@@ -7,19 +7,20 @@ import collections
 import contextlib
 import os
 import shlex
-import signal
 import sys
 
-from .arguments import Parser, add_process_options, check_process_options, is_single
-from .core_probe import NotACore
+from .arguments import Parser, add_process_options, check_process_options, is_single, prepare_process
+from .core_probe import NotACore, executable, open_core
 from .pack import Files, MappedFiles, pack
 from .record.fork import snapshot_by_fork
 from .target.follow import Command
-from .target.live import Capture, mappings, snapshot, take
+from .target.live import Capture, destination, mappings, snapshot, take
 from .target.processes import Process, choose, harmless, name_of
 from .target.ptrace import Ended, LiveError, living_thread
 
 SNAPSHOT = "copy a process into a core file while it stands still for a moment"
+NOTE = """A system call that waits goes on after the stop as if nothing had been; but Linux ends a few with EINTR, as it does
+after SIGSTOP and SIGCONT: epoll_wait, sigtimedwait, io_getevents and others that signal(7) lists."""
 PACK = "put the executable and the libraries of a core beside it, for where it is analysed"
 
 Copy = collections.namedtuple("Copy", "process snapshot problem files ending")
@@ -106,6 +107,8 @@ def describe(copy):
                % (made.stop_ms, megabytes, made.forked_ms))
     else:
         yield "stopped for %.1f ms (%s copied)" % (made.stop_ms, megabytes)
+    if made.vain_ms:
+        yield "stopped for %.1f ms before that, for what came to nothing" % made.vain_ms
     if made.refused:
         yield "not by a fork: %s" % made.refused
     if copy.ending:
@@ -120,7 +123,7 @@ def describe(copy):
 
 def snapshot_word(arguments, prog="gdbleak snapshot"):
     """`gdbleak snapshot`: exit status 0, 2 when a process that is still there was not copied. Raises LiveError."""
-    parser = Parser(prog=prog, description=SNAPSHOT[0].upper() + SNAPSHOT[1:] + ".")
+    parser = Parser(prog=prog, description=SNAPSHOT[0].upper() + SNAPSHOT[1:] + ".", epilog=NOTE)
     which = parser.add_mutually_exclusive_group(required=True)
     add_process_options(which, parser)
     which.add_argument("--exe", metavar="PATH", help="each process that runs this executable")
@@ -130,6 +133,8 @@ def snapshot_word(arguments, prog="gdbleak snapshot"):
     chosen = parser.parse_args(arguments)
     check_process_options(chosen, parser)
     status = 0
+    if chosen.output is not None and is_single(chosen):
+        destination(chosen.output)
 
     def path_of(pid):
         if chosen.output is None:
@@ -151,6 +156,10 @@ def snapshot_word(arguments, prog="gdbleak snapshot"):
             if chosen.pack:
                 report_packed(made.path, pack(made.path, copy.files or Files()))
             else:
+                exe, problem = executable(open_core(made.path))
+                if problem and not os.path.isfile(made.exe) or exe is None and "another build" in problem:
+                    print("%s: without its executable: %s was deleted or replaced; --pack keeps it beside the core"
+                          % (prog.split()[0], harmless(made.exe)), file=sys.stderr)
                 print("gdb %s %s" % (shlex.quote(made.exe), shlex.quote(made.path)), flush=True)
     return status
 
@@ -206,8 +215,7 @@ def main(arguments=None):
     """``gdbleak-snapshot [pack] ...``: exit status 0; 2 when it failed, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     prog = "gdbleak-snapshot"
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    prepare_process()
     try:
         if arguments[:1] == ["pack"]:
             return pack_word(arguments[1:], prog + " pack")

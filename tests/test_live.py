@@ -18,7 +18,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from gdbleak.target import live
+from gdbleak.target import live, ptrace
 from tests.live_target import (Core, as_root, by_hand, checksum, copy, gdb, gdb_memory, program, run,   # noqa: F401
                                tools, wait_until)
 
@@ -281,9 +281,22 @@ def test_limit_of_the_stop(run, tmp_path):
 def test_thread_that_cannot_be_stopped(run, tmp_path):
     subject = run("vfork")
     assert wait_until(lambda: subject.state()[0] == "D")
-    with pytest.raises(live.LiveError, match=r"thread %d, in state D .*cannot be stopped" % subject.pid):
-        live.snapshot(subject.pid, str(tmp_path / "core"), max_stop=0.3)
+    with pytest.raises(live.LiveError, match=r"was not stopped: its thread %d, in state D " % subject.pid):
+        live.snapshot(subject.pid, str(tmp_path / "core"), wait=0.1)
     assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
+    # What it waits for ends by itself.
+    assert live.snapshot(subject.pid, str(tmp_path / "core"), wait=60).vain_ms == 0
+
+
+def test_one_that_waits_in_the_kernel_does_not_keep_the_others(run):
+    """It began to wait just before the interrupt."""
+    subject = run("vfork")
+    assert wait_until(lambda: subject.state()[0] == "D")
+    stopped = ptrace.Stopped(subject.pid)
+    stopped._await_interruptible = lambda: None
+    with pytest.raises(live.LiveError, match=r"let go after \d+ ms: its thread %d, in state D" % subject.pid):
+        stopped.run(stopped.__enter__)
+    assert stopped.total > 0 and subject.state()[1] == "0" and subject.is_running(subject.said[0])
 
 
 def test_progress(run, tmp_path):
@@ -552,3 +565,67 @@ def test_by_hand(run, program, tmp_path):
                         % (subject.pid, program, re.escape(str(tmp_path / "core"))), said)
     assert (child.returncode, error) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["core"]
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "directory", "loop"])
+def test_what_is_no_file_is_not_replaced(run, tmp_path, kind):
+    subject, path = run("threads"), tmp_path / "x"
+    if kind == "device":
+        path = "/dev/null"
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    before = os.lstat(path)
+    with pytest.raises(live.LiveError, match="cannot write .*: it is a "):
+        live.snapshot(subject.pid, str(path))
+    assert (os.lstat(path).st_ino, os.lstat(path).st_mode) == (before.st_ino, before.st_mode)
+    assert len(list(tmp_path.iterdir())) == (kind != "device")
+
+
+def test_a_link_is_followed(run, tmp_path):
+    subject = run("threads")
+    (tmp_path / "link").symlink_to("there")
+    live.snapshot(subject.pid, str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink() and Core(tmp_path / "there").count("NT_PRSTATUS") == 9
+
+
+class Readable:
+    """In the place of a `ProcessMemory`: readable but in some pages; how often it was asked."""
+
+    def __init__(self, holes):
+        self.holes, self.asked = holes, 0
+
+    def can_read(self, address):
+        self.asked += 1
+        return not any(start <= address < end for start, end in self.holes)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("holes", [
+    [(0, 1)], [(0, 2)], [(5, 10), (12, 17)], [(100, 100 + (1 << 24))], [(0, 1 << 26)], [((1 << 26) - 1, 1 << 26)]])
+def test_a_range_that_cannot_be_read_is_found_by_few_looks(tmp_path, holes):
+    """Of any size, to the page."""
+    base = 1 << 40
+    holes = [(base + start * PAGE, base + end * PAGE) for start, end in holes]
+    with open(tmp_path / "x", "w+b") as file:
+        image = live._Image(file.fileno(), 0)
+        image._slots = [live._Slot(base, base + (PAGE << 26), 0, 0)]
+        image._index()
+        copier = live._Copier(os.getpid(), image)
+        copier._memory.close()
+        copier._memory = Readable(holes)
+        for start, end in holes:
+            assert copier._skip(start + 8, lambda: None) == end
+        assert copier.failed == holes and copier._memory.asked < 400
+
+
+def test_known_lines_are_not_parsed_again(run):
+    subject, known = run("threads"), {}
+    first = live.mappings(subject.pid, known)
+    assert first == live.mappings(subject.pid) and len(known) == len(first)
+    assert all(one is other for one, other in zip(first, live.mappings(subject.pid, known)))

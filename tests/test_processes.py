@@ -1,4 +1,5 @@
 """Choosing processes for an analysis: of a group, of an executable, a command; a report each, and one sum."""
+import fcntl
 import json
 import os
 import re
@@ -6,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from gdbleak import cli
 from gdbleak.target import processes
 from gdbleak.target.ptrace import LiveError
 from tests.live_target import Subject, children, gdb, program, tools, wait_until        # noqa: F401
@@ -303,3 +306,57 @@ def test_a_wrong_choice_is_one_line(arguments, told):
     done = run_cli("sizes", *arguments, stdin=subprocess.DEVNULL)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
+
+
+# -- what is left, and what cannot be written --------------------------------------------------------------------------
+
+def test_processes_whose_main_thread_has_ended_are_chosen(program, tmp_path):
+    exe = shutil.copy(program, tmp_path / "several")
+    subject = Subject(exe, "orphan", preexec_fn=lambda: os.setpgid(0, 0))
+    try:
+        assert wait_until(lambda: subject.state()[0] == "Z")
+        assert processes.choose(None, str(exe)) == processes.choose(-subject.pid) == [
+            processes.Process(subject.pid, "several")]
+    finally:
+        subject.process.kill()
+        subject.process.wait()
+
+
+def test_copies_that_nobody_holds_are_swept_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    held, left, fresh, other = [tmp_path / name for name in (
+        cli.COPY + "held", cli.COPY + "left", cli.COPY + "fresh", "gdbleak-other")]
+    for path in (held, left, fresh, other):
+        path.mkdir()
+        (path / "core.1").write_bytes(b"x")
+        if path != fresh:
+            os.utime(path, (1, 1))
+    lock = os.open(held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    cli.sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([held, fresh, other])
+    os.close(lock)
+    cli.sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, other])
+
+
+@pytest.mark.parametrize("option", ["--json", "--flame"])
+def test_what_cannot_be_written_is_known_before_a_stop(program, option, tmp_path):
+    subject = Subject(program, "ends", "wait")
+    try:
+        done = run_cli("sizes", "-p", str(subject.pid), option, str(tmp_path / "nowhere" / "x.txt"))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"gdbleak: cannot write .*/nowhere/x.txt: there is no such directory\n", done.stderr)
+    finally:
+        subject.process.kill()
+        subject.process.wait()
+
+
+def test_an_ignored_hangup_stays_ignored():
+    code = ("import signal; from gdbleak.arguments import prepare_process; prepare_process(); "
+            "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, callable(signal.getsignal(signal.SIGTERM)))")
+    for ignored in (True, False):
+        said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored
+                                                               else signal.SIG_DFL)).stdout
+        assert said == "%s True\n" % ignored

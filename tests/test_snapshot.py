@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from gdbleak import pack
-from gdbleak.record import inject
+from gdbleak.record import fork, inject
 from gdbleak.record.fork import snapshot_by_fork
 from gdbleak.target import live, ptrace, room
 from tests.live_target import (SCRIPT, Core, Subject, as_root, checksum, children, copy, gdb,       # noqa: F401
@@ -691,3 +691,97 @@ def test_a_core_with_hostile_names_packs_nothing_outside(tmp_path):
     for path in ("../../../etc/x", "/../../x", "/a/../../../x", "//x", "/a//b/./c/../.."):
         place = pack._place(str(tmp_path / "files"), path)
         assert os.path.normpath(place) == place and place.startswith(str(tmp_path / "files"))
+
+
+DISPATCHED = r"""
+#define _GNU_SOURCE
+#include <link.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+static char selector;
+static volatile int handled;
+static unsigned long start, size;
+static void handle(int number) { (void)number; handled++; selector = 0; }
+static int look(struct dl_phdr_info *info, size_t length, void *data)
+{
+    for (int k = 0; strstr(info->dlpi_name, "libc.so") && k < info->dlpi_phnum; k++)
+        if (info->dlpi_phdr[k].p_type == PT_LOAD && (info->dlpi_phdr[k].p_flags & PF_X)) {
+            start = info->dlpi_addr + info->dlpi_phdr[k].p_vaddr;
+            size = info->dlpi_phdr[k].p_memsz;
+        }
+    return 0;
+}
+int main(void)
+{
+    dl_iterate_phdr(look, 0);
+    signal(SIGSYS, handle);
+    if (prctl(59, 1, start, size, &selector)) { printf("0\n"); return 0; }
+    selector = 1;
+    printf("1\n");
+    fflush(stdout);
+    getchar();
+    __asm__ volatile("syscall" : : "a"(39) : "rcx", "r11", "memory");
+    printf("%d\n", handled);
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86-64")
+def test_what_dispatches_its_system_calls_is_copied_directly(tmp_path):
+    (tmp_path / "dispatched.c").write_text(DISPATCHED)
+    exe = tmp_path / "dispatched"
+    subprocess.run(["gcc", "-o", exe, tmp_path / "dispatched.c"], check=True)
+    subject = Subject(exe)
+    try:
+        if subject.said != [1]:
+            pytest.skip("this kernel has no Syscall User Dispatch")
+        made = snapshot_by_fork(subject.pid, str(tmp_path / "core"))
+        if not made.refused:
+            pytest.skip("this kernel does not tell of Syscall User Dispatch")
+        assert "Syscall User Dispatch" in made.refused and made.vain_ms > 0
+        assert subject.ask("\n") == ["1"]           # as before it gets its own call
+    finally:
+        subject.process.kill()
+        subject.process.wait()
+
+
+def test_what_a_child_lacks_of_many_mappings():
+    maps = [live.Mapping(k << 20, (k << 20) + (1 << 19), "rw-p", 0, "0:0", 0, "", False) for k in range(1, 5000)]
+    there = [m for m in maps if m.start % (7 << 20)]
+    there[10:12] = [there[10]._replace(end=there[10].start + 4096), there[11]]
+    capture = fork._ForkedCapture.__new__(fork._ForkedCapture)
+    capture._stopped, capture._lines = type("Nothing", (), {"check": lambda self: None})(), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork, "mappings", lambda pid, known: there)
+        missing = capture._missing(1, maps)
+    assert missing == [m for m in maps if m not in there] and len(missing) > 700
+
+
+def test_standard_files_may_be_closed(run, tmp_path):
+    subject = run("threads")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, SCRIPT, "-p", str(subject.pid), "-o", "core",
+         "--fork"], cwd=tmp_path)
+    assert done.returncode == 0 and Core(tmp_path / "core").count("NT_PRSTATUS") == 9
+    assert children(subject.pid) == {}
+
+
+def test_a_pipe_in_the_place_of_a_library_is_not_packed(waits, tmp_path):
+    process, exe = waits
+    assert finished("-p", process.pid, "-o", "x.core", cwd=tmp_path)[0] == 0
+    (exe.parent / "libpart.so.1.2").unlink()
+    os.mkfifo(exe.parent / "libpart.so.1.2")
+    status, said, error = finished("pack", "x.core", cwd=tmp_path)
+    assert status == 1 and "libpart.so.1.2: it is no regular file" in error
+
+
+def test_an_executable_that_is_gone_is_told(waits, tmp_path):
+    process, exe = waits
+    exe.unlink()
+    status, said, error = finished("-p", process.pid, "-o", "x.core", cwd=tmp_path)
+    assert status == 0 and "%s was deleted or replaced; --pack keeps it" % exe in error

@@ -4,14 +4,20 @@ Standard library only, x86-64 Linux, Python 3.6 or later. For large processes: a
 Where it would not be safe the process is copied directly (target/live.py), and the `Snapshot` says why.
 
 The child is made by an injected clone (inject.py). It never runs the program: it is born stopped, its first
-instructions end it, and it is killed when we are. It sends no signal when it ends, shares files and locks with its
-parent, as a thread does, and is the first to go when memory runs out. What a child does not have, or shares with its
-parent as it changes, is copied from the parent in the stop. At last the parent is stopped once more, for an injected
-wait4 that reaps the child. A guard, a small process of its own, sees to that when we are killed before.
+instructions end it, and it is killed when we are. It sends no signal when it ends, shares the table of open files
+with its parent, as a thread does (so that none is kept open by it), and is the first to go when memory runs out. What a
+child does not have, or shares with its parent as it changes, is copied from the parent in the stop. At last the parent
+is stopped once more, for an injected wait4 that reaps the child. A guard, a small process of its own, sees to that when
+we are killed before.
+
+What that costs: a parent that executes another program while the child lives gets a table of its own for it, and loses
+the POSIX locks (fcntl) that it would have kept. Its working directory and root are its own (no CLONE_FS).
 """
+import bisect
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import time
@@ -25,22 +31,26 @@ from ..target.room import field, memory_groups, memory_left
 from .inject import SLACK, Call, Unsafe, find_slack, is_filtered, remains, remove_remains, safe_thread
 
 _CLONE, _WAIT4 = 56, 61
-_CLONE_FS, _CLONE_FILES, _CLONE_SYSVSEM = 0x200, 0x400, 0x40000
+_CLONE_FILES, _CLONE_SYSVSEM = 0x400, 0x40000
 _PTRACE_O_EXITKILL = 1 << 20
 _WATCHED = {"um", "uw", "ui"}       # smaps' marks of memory that userfaultfd watches
 _NOT_INHERITED = {"dc", "wf"}       # of MADV_DONTFORK and MADV_WIPEONFORK
 _SPARE = 64 << 20
+_MOST_IN_ALL = 1000.0       # milliseconds that a guard has a process stand still before it gives up
 
 
 def snapshot_by_fork(pid, path, progress=None, max_stop=None):
     """`live.snapshot`, by fork where that is safe; `refused` of what comes back says why it was not."""
     tid = living_thread(pid)
+    stopped = Stopped(pid, max_stop, "a larger --max-stop allows more")
     try:
         check(pid, tid)
-        with _Guard(pid) as guard:
-            return take(lambda *parts: _ForkedCapture(guard, *parts), Stopped(pid, max_stop), tid, path, progress)
+        with _Guard(pid, max_stop) as guard:
+            return take(lambda *parts: _ForkedCapture(guard, *parts), stopped, tid, path, progress)
     except Unsafe as reason:
-        return snapshot(pid, path, progress, max_stop)._replace(refused=str(reason))
+        made = snapshot(pid, path, progress, max_stop, remedy="it was not forked: %s; a larger --max-stop allows more"
+                                                              % reason)
+        return made._replace(refused=str(reason), vain_ms=made.vain_ms + stopped.total)
 
 
 def check(pid, tid):
@@ -126,7 +136,7 @@ class _ForkedCapture(Capture):
         now = self._ranges([m for m in moment.maps if m not in early and self._is_copied_in_stop(m)], programs)
         self._copy_now(now)
         child = self._fork(tid)
-        missing = self._missing(child, [m for m in moment.maps if m not in early and m not in now])
+        missing = self._missing(child.pid, [m for m in moment.maps if m not in early and m not in now])
         if missing:
             lost = self._ranges(missing, programs)
             self._copy_now(lost)
@@ -141,20 +151,26 @@ class _ForkedCapture(Capture):
         """The `_Child` that a thread makes. Raises Unsafe."""
         _check_namespace(tid)
         self._slack = find_slack(tid, mappings(tid))
-        call = Call(self._stopped, tid, self._slack, _CLONE, (_CLONE_FS | _CLONE_FILES | _CLONE_SYSVSEM, 0, 0, 0, 0),
-                    forks=True)
+        call = Call(self._stopped, tid, self._slack, _CLONE, (_CLONE_FILES | _CLONE_SYSVSEM, 0, 0, 0, 0), forks=True)
         self._guard.watch()
         result = call.make()
         if result < 0:
             raise Unsafe("the kernel refuses it a child (%s)" % os.strerror(-result))
+        if call.child is None:
+            raise Unsafe("the kernel makes it no child")
         self._guard.child = result
         return _Child(call.child, self._stopped)
 
-    @staticmethod
-    def _missing(child, maps):
-        """Those mappings that the child does not have (MADV_DONTFORK)."""
-        there = [(m.start, m.end) for m in mappings(child.pid)]
-        return [m for m in maps if without([(m.start, m.end)], there) and not is_skipped(m)]
+    def _missing(self, child, maps):
+        """Those mappings that the child does not have, or not all of (MADV_DONTFORK)."""
+        there = [(m.start, m.end) for m in mappings(child, self._lines)]
+        self._stopped.check()
+        known = set(there)
+        changed = [m for m in maps if (m.start, m.end) not in known and not is_skipped(m)]
+        lost = without([(m.start, m.end) for m in changed], there)
+        starts = [start for start, _ in lost]
+        self._stopped.check()
+        return [m for m in changed if bisect.bisect_left(starts, m.start) < bisect.bisect_left(starts, m.end)]
 
     def _read(self, child, maps, programs, report):
         """{mapping: (stored, data)} of the child, read."""
@@ -162,7 +178,7 @@ class _ForkedCapture(Capture):
         self._copier.reopen(child.pid)
         wiped = {start for start, words in vm_flags(child.pid).items() if "wf" in words}
         self._zeroed = [m for m in maps if m.start in wiped]
-        now = self._ranges([m for m in maps if m.start not in wiped], programs)
+        now = self._ranges([m for m in maps if m.start not in wiped], programs, child.check)
         now.update((m, ([], [])) for m in self._zeroed)
         for mapping, (stored, data) in now.items():
             if mapping.inode and not is_anonymous(mapping) and mapping in self._early:
@@ -232,14 +248,15 @@ class _Child:
 class _Guard:
     """Has the child reaped: by us, or by a process of its own when we are killed, or fail, before."""
 
-    def __init__(self, pid):
+    def __init__(self, pid, max_stop=None):
         self._pid = pid
+        self._most = min(max_stop or _MOST, _MOST)
         self.child = None           # its id as its parent knows it
-        reader, self._writer = os.pipe()
+        reader, self._writer = _pipe()
         self._process = os.fork()
         if not self._process:
             try:
-                _wait_and_reap(pid, reader)
+                _wait_and_reap(pid, reader, self._most)
             finally:
                 os._exit(0)
         os.close(reader)
@@ -257,42 +274,67 @@ class _Guard:
 
     def reap(self):
         """Have it reaped; how long its parent stood still for that, in milliseconds."""
-        total = 0
+        stopped, pause = _BriefStop(self._pid, self._most), 0.01
         for _ in range(_TRIES):
             with contextlib.suppress(LiveError, Unsafe):        # which may pass: another one stops it just now
-                is_reaped, milliseconds = _reap(self._pid, self.child)
-                total += milliseconds
-                if is_reaped:
+                if _reap(stopped, self.child):
                     break
             if status_of(self._pid) is None:
                 break
-            time.sleep(0.01)
+            if stopped.total > _MOST_IN_ALL / 4:
+                return stopped.total        # the guard goes on trying, with long pauses
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
         else:
-            return total                    # the guard goes on trying for a while
+            return stopped.total            # the guard goes on trying for a while
         os.write(self._writer, _DONE)
-        return total
+        return stopped.total
+
+
+def _pipe():
+    """A pipe, away from the standard files, which may be closed."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
+    for end in ends:
+        os.close(end)
+    return moved
 
 
 _WATCH, _DONE = b"w", b"d"
-_TRIES = 50
+_TRIES = 50                 # 5 s, with the pauses between them
+_MOST = 0.05                # seconds of one stop to reap the child; to list very many mappings takes longer
 
 
-def _reap(pid, child):
-    """Have process `pid` reap its `child`; (whether it is gone, milliseconds of the stop). Raises LiveError, Unsafe."""
-    stopped = Stopped(pid)
+class _BriefStop(Stopped):
+    """For what is done again if it takes too long, or a thread cannot be stopped now."""
+
+    def __init__(self, pid, most):
+        self._lines = {}
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            mappings(pid, self._lines)
+        super().__init__(pid, most + time.monotonic() - began, wait=0)
+
+    def mappings(self):
+        """Its address space now."""
+        return mappings(self.threads[0], self._lines)
+
+
+def _reap(stopped, child):
+    """Have a process, by a `_BriefStop`, reap its `child`; whether it is gone. Raises LiveError, Unsafe."""
 
     def act():
         with hurried(), stopped:
             tid = safe_thread(stopped)
-            maps = mappings(tid)
+            maps = stopped.mappings()
             result = Call(stopped, tid, find_slack(tid, maps), _WAIT4, (child, 0, WALL | os.WNOHANG, 0)).make()
             remove_remains(stopped, maps)
             return result
 
-    return stopped.run(act) in (child, -errno.ECHILD), stopped.milliseconds
+    return stopped.run(act) in (child, -errno.ECHILD)
 
 
-def _wait_and_reap(pid, reader):
+def _wait_and_reap(pid, reader, most):
     """The guard: wait for the end of who started it, and then have the children reaped that it left to `pid`."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -313,28 +355,28 @@ def _wait_and_reap(pid, reader):
         said += data
     if said.endswith(_DONE) or not said:
         return
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and status_of(pid) is not None:
+    deadline, pause, stopped = time.monotonic() + 30, 0.02, _BriefStop(pid, most)
+    while time.monotonic() < deadline and stopped.total < _MOST_IN_ALL and status_of(pid) is not None:
         with contextlib.suppress(LiveError, Unsafe, OSError):
             children = _children(pid, since)
             for child, is_dead in children:
                 if is_dead:
-                    _reap(pid, _as_seen_by(pid, child))
+                    _reap(stopped, _as_seen_by(pid, child))
             left = remains(pid, mappings(pid))      # the stub: as long as it is there, a child may still be made
             if left and not children:
-                _clean(pid)
+                _clean(stopped)
             if not left and not children:
                 return
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 2.0)
 
 
-def _clean(pid):
+def _clean(stopped):
     """Take out what an injection has left. Raises LiveError."""
-    stopped = Stopped(pid)
 
     def act():
         with hurried(), stopped:
-            remove_remains(stopped, mappings(pid))
+            remove_remains(stopped, stopped.mappings())
 
     stopped.run(act)
 

@@ -102,7 +102,7 @@ def _attempt(memory, plan, result):
     """One stop. Raises Unsafe when something is still to be done."""
     halted = tracee.Halted(memory)
     try:
-        with tracee.hurry(), halted:
+        with ptrace.hurried(), halted:
             if plan.state and plan.patches:
                 with contextlib.suppress(OSError):
                     memory.write(plan.state, bytes(4))

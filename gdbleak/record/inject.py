@@ -23,6 +23,7 @@ from ..target.ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_EVENT_CLONE, PTRAC
 
 _PTRACE_POKEDATA, _PTRACE_SYSCALL, _PTRACE_SETREGSET = 5, 24, 0x4205
 _PTRACE_GETSIGMASK, _PTRACE_SETSIGMASK, _PTRACE_GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420F
+_PTRACE_GET_SYSCALL_USER_DISPATCH = 0x4211
 _PTRACE_O_TRACESYSGOOD = 1
 _SYSCALL_STOP = (0, signal.SIGTRAP | 0x80)
 # Where struct user_regs_struct has them, as a list of 27 words.
@@ -96,9 +97,10 @@ def _first_word(data):
 def safe_thread(stopped):
     """A thread of a `Stopped` process that a system call can be made by. Raises Unsafe.
 
-    It is not under seccomp, which might kill the process for a call that it does not expect, and not within a
-    restartable sequence, which must not be left and entered again: blocked in a system call, if there is one."""
-    filtered, running = False, []
+    It is not under seccomp, which might kill the process for a call that it does not expect, hands no system calls to
+    its program (Syscall User Dispatch), which as surely kills it, and is not within a restartable sequence, which must
+    not be left and entered again: blocked in a system call, if there is one."""
+    filtered, dispatched, running = False, False, []
     if not stopped.interrupted:
         stopped.deliver_signals()
     for tid in stopped.interrupted:
@@ -107,6 +109,8 @@ def safe_thread(stopped):
             continue
         if is_filtered(tid):
             filtered = True
+        elif _is_dispatched(tid):
+            dispatched = True
         elif registers[_ORIG_RAX] < 1 << 32:
             return tid
         else:
@@ -114,12 +118,24 @@ def safe_thread(stopped):
     for tid in running:
         if not _in_critical_section(tid):
             return tid
-    raise Unsafe("its threads are under seccomp" if filtered else "no thread of it stands at a safe place")
+    raise Unsafe("its threads are under seccomp" if filtered else
+                 "its threads hand their system calls to the program (Syscall User Dispatch)" if dispatched else
+                 "no thread of it stands at a safe place")
 
 
 def is_filtered(tid):
     """Whether a thread is under seccomp."""
     return (status_of(tid) or {}).get("Seccomp", "0") != "0"
+
+
+def _is_dispatched(tid):
+    """Whether a stopped thread's system calls may go to its program, as Wine has it. Before Linux 6.4 none can tell."""
+    configuration = (ctypes.c_uint64 * 4)()         # mode, selector, offset, length
+    try:
+        ptrace(_PTRACE_GET_SYSCALL_USER_DISPATCH, tid, 32, ctypes.addressof(configuration))
+    except OSError:
+        return False
+    return configuration[0] != 0
 
 
 def _in_critical_section(tid):

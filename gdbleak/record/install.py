@@ -136,7 +136,7 @@ class Installation:
         for attempt in range(_TRIES):
             halted = tracee.Halted(self.memory)
             try:
-                with tracee.hurry(), halted:
+                with ptrace.hurried(), halted:
                     return action(halted)
             except tracee.Unsafe as error:
                 problem = error

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..reports.document import Table, printable
 from ..target.live import Mapping
-from ..target.ptrace import LiveError
+from ..target.ptrace import LiveError, hurried
 from . import agent as agents
 from . import sample, tracee
 from .agent import word
@@ -191,7 +191,7 @@ def record(pid: int, seconds: float, note: Callable[[str], None], progress: Call
         before = _own(target, installation)
         began = time.monotonic()
         note(f"recording process {pid} for {seconds:g} s")
-        with tracee.hurry():
+        with hurried():
             lasted = _watch(ring, began, seconds, progress)
         installation.write("state", agents.PASSIVE, 4)
         time.sleep(_LOOK)

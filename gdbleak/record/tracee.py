@@ -173,18 +173,6 @@ class Halted(ptrace.Stopped):
         return any(start <= word < end for word in [registers.rip, *places] for start, end in ranges)
 
 
-@contextlib.contextmanager
-def hurry():
-    """The highest priority, where we may: what stands still shall not wait for our turn on a busy machine."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    ptrace.hurried()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)
-
-
 def mappings_of(pid: int) -> list:
     """The process's mappings, also when its main thread has ended before the others. OSError when it is gone."""
     found = mappings(pid)

@@ -28,6 +28,7 @@ import mmap
 import os
 import platform
 import re
+import stat
 import struct
 import tempfile
 import threading
@@ -44,24 +45,30 @@ when there is no file; path: "" when there is none, and without the kernel's `` 
 `deleted`."""
 
 Snapshot = collections.namedtuple(
-    "Snapshot", "path pid exe threads bytes_copied stopped_at stop_ms unreadable forked_ms refused")
+    "Snapshot", "path pid exe threads bytes_copied stopped_at stop_ms unreadable forked_ms refused vain_ms")
 Snapshot.__doc__ = """What `snapshot` made.
 
 path: the core file; exe: path of the executable; threads: thread ids, as ordered in the core; bytes_copied:
 bytes read from the process; stopped_at: when, as of time.monotonic(), and stop_ms: for how long it stood still, in
 milliseconds, both None when it was at its end; unreadable: list of `Unreadable`. Of a copy by fork (see
-record/fork.py) forked_ms: how long it stood still a second time, to have its child reaped, else None; refused: why
-there was no fork although one was asked for, else ""."""
+record/fork.py) forked_ms: how long it stood still again, to have its child reaped, else None; refused: why there was
+no fork although one was asked for, else ""; vain_ms: how long it stood still before, for what came to nothing."""
 
 Unreadable = collections.namedtuple("Unreadable", "start end path reason")
 Unreadable.__doc__ = """Readable memory that is not in the core, and why (`reason`: a few words)."""
 
 
-def mappings(pid):
-    """The address space of process `pid`: a list of `Mapping`, by address. OSError if it is gone."""
+def mappings(pid, known=None):
+    """The address space of process `pid`: a list of `Mapping`, by address. OSError if it is gone.
+
+    known: {line: `Mapping`} of lines read before, which need not be parsed again; gets the new ones."""
     with open("/proc/%d/maps" % pid, "rb") as file:
-        text = os.fsdecode(file.read())
-    return [_parse_mapping(line) for line in text.split("\n") if line]
+        lines = file.read().split(b"\n")
+    known = {} if known is None else known
+    for line in lines:
+        if line and line not in known:
+            known[line] = _parse_mapping(os.fsdecode(line))
+    return [known[line] for line in lines if line]
 
 
 def _parse_mapping(line):
@@ -120,6 +127,10 @@ class ProcessMemory:
             done += count
         return done
 
+    def can_read(self, address):
+        """Whether there is something to read at an address."""
+        return bool(self.read_into(address, bytearray(1)))
+
     def _read_file(self, address, view):
         try:
             data = os.pread(self._fd, min(len(view), 1 << 20), address)
@@ -145,29 +156,35 @@ class ProcessMemory:
 class _PageMap:
     """Which pages of a process exist: /proc/PID/pagemap, by the PAGEMAP_SCAN ioctl since Linux 6.7."""
     _SCAN = 0xC0606610          # _IOWR('f', 16, struct pm_scan_arg)
-    _PRESENT, _SWAPPED, _ZERO = 8, 16, 32
+    _PRESENT, _SWAPPED, _ZERO, _GUARD = 8, 16, 32, 256      # the last, of MADV_GUARD_INSTALL, since Linux 6.15
     _CAPACITY = 4096            # struct page_region a call
-    _EXISTS = bytes(1 if top & 0xC0 else 0 for top in range(256))    # bit 63: present, bit 62: swapped
+    # Bit 63: present, bit 62: swapped, bit 58: guard.
+    _EXISTS = bytes(1 if top & 0xC0 and not top & 4 else 0 for top in range(256))
 
     def __init__(self, pid):
         self._fd = os.open("/proc/%d/pagemap" % pid, os.O_RDONLY | os.O_CLOEXEC)
         self._regions = (ctypes.c_uint64 * (3 * self._CAPACITY))()
+        self.existing, self._unwanted = self._scan, self._ZERO | self._GUARD
+        self.gap = 1 << 47          # bytes between two mappings that are as well looked at together
         try:
-            self.existing = self._scan
             self._scan(0, PAGE)
         except OSError:
-            self.existing = self._read
+            self._unwanted = self._ZERO
+            try:
+                self._scan(0, PAGE)
+            except OSError:
+                self.existing, self.gap = self._read, 0
 
     def close(self):
         os.close(self._fd)
 
     def _scan(self, start, end):
-        """Ranges of pages in memory or swap, less those that are the kernel's shared page of zeros."""
+        """Ranges of pages in memory or swap, less the kernel's shared page of zeros, and guards, which hold nothing."""
         found = []
         while start < end:
             request = bytearray(struct.pack(
                 "<12Q", 96, 0, start, end, 0, ctypes.addressof(self._regions), self._CAPACITY, 0,
-                self._ZERO, self._ZERO, self._PRESENT | self._SWAPPED, self._PRESENT | self._SWAPPED))
+                self._unwanted, self._unwanted, self._PRESENT | self._SWAPPED, self._PRESENT | self._SWAPPED))
             count = fcntl.ioctl(self._fd, self._SCAN, request)
             for i in range(count):
                 _append(found, self._regions[3 * i], self._regions[3 * i + 1])
@@ -217,6 +234,15 @@ def without(ranges, holes):
     return left
 
 
+def _within(ranges, ends, mapping):
+    """The parts of ascending ranges, whose ends are `ends`, within a mapping."""
+    i, parts = bisect.bisect_right(ends, mapping.start), []
+    while i < len(ranges) and ranges[i][0] < mapping.end:
+        parts.append((max(ranges[i][0], mapping.start), min(ranges[i][1], mapping.end)))
+        i += 1
+    return parts
+
+
 def _size(ranges):
     return sum(end - start for start, end in ranges)
 
@@ -226,6 +252,7 @@ def _size(ranges):
 # --------------------------------------------------------------------------------------------------------
 
 _SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV", "/dev/shm/", "/run/shm/", "[anon_shmem", "/anon_hugepage")
+_TOGETHER, _SMALL = 256, 1 << 20
 _FILE_GAP = 16 * PAGE           # file pages between touched ones that are copied, too, for fewer segments
 
 
@@ -254,22 +281,42 @@ class _Survey:
             return "excluded by the program with MADV_DONTDUMP"
         return None
 
-    def ranges(self, mapping, programs):
-        """(stored, data): ranges in the core, and those of them to be copied; the rest of `stored` is zeros.
+    def ranges(self, maps, programs, check=lambda: None):
+        """{mapping: (stored, data)}: ranges in the core, and those of them to be copied; the rest of `stored` is zeros.
 
-        programs: (device, inode) of the files that are mapped executable."""
-        whole = [(mapping.start, mapping.end)]
-        if "r" not in mapping.perms or self.excluded(mapping):
-            return [], []
-        if mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
-            return whole, whole
-        if _is_shared_memory(mapping):
-            return whole, self._shared_data(mapping)
-        existing = self._pages.existing(mapping.start, mapping.end)
-        if is_anonymous(mapping):
-            return whole, existing
-        touched = joined(existing, _FILE_GAP)
-        return touched, touched
+        programs: (device, inode) of the files that are mapped executable; check(): called now and then."""
+        found, asked, end = {}, [], 0           # asked: neighbours whose pages are looked at together
+
+        def answer():
+            if asked:
+                existing = self._pages.existing(asked[0].start, asked[-1].end)
+                ends = [end for _, end in existing]
+                for mapping in asked:
+                    pages = _within(existing, ends, mapping)
+                    touched = None if is_anonymous(mapping) else joined(pages, _FILE_GAP)
+                    found[mapping] = ([(mapping.start, mapping.end)], pages) if touched is None else (touched, touched)
+                del asked[:]
+            check()
+
+        for mapping in maps:
+            whole = [(mapping.start, mapping.end)]
+            if "r" not in mapping.perms or self.excluded(mapping):
+                found[mapping] = [], []
+            elif mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
+                found[mapping] = whole, whole
+            elif _is_shared_memory(mapping):
+                found[mapping] = whole, self._shared_data(mapping)
+            else:
+                if mapping.start - end > self._pages.gap or len(asked) == _TOGETHER:
+                    answer()
+                asked.append(mapping)
+                end = mapping.end
+                continue
+            # What is not asked for lies between: it is not worth a look unless it is small.
+            if mapping.end - mapping.start > _SMALL:
+                answer()
+        answer()
+        return found
 
     def _shared_data(self, mapping):
         """The parts of shared memory that exist, whoever touched them. To read the others would create them.
@@ -355,13 +402,13 @@ class _Image:
         self.size = offset
         self._slots = []
         self._starts = []
+        self._places = set()        # (start, end) of each slot
         self._windows = []
 
     def reserve(self, ranges):
         """Give ranges that have no place one; the file grows sparse, and is mapped."""
-        places = {(slot.start, slot.end) for slot in self._slots}
-        new = sorted(r for r in ranges if r not in places)      # in the stop few
-        missing = without(new, sorted(places)) if new else []
+        new = sorted(r for r in ranges if r not in self._places)        # in the stop few
+        missing = without(new, sorted(self._places)) if new else []
         if not missing:
             return
         window_size = _size(missing)
@@ -379,11 +426,14 @@ class _Image:
     def forget(self, ranges):
         """Take away the places of `ranges`, each reserved by itself: what they hold is out of date."""
         stale = set(ranges)
+        if not stale:
+            return
         self._slots = [slot for slot in self._slots if (slot.start, slot.end) not in stale]
         self._index()
 
     def _index(self):
         self._slots.sort()
+        self._places = {(slot.start, slot.end) for slot in self._slots}
         self._starts = [slot.start for slot in self._slots]
 
     def pieces(self, start, end):
@@ -399,6 +449,10 @@ class _Image:
                 shift = low - slot.start
                 yield _Slot(low, high, slot.offset + shift, slot.local + shift)
             i += 1
+
+    def end_of_slot(self, address):
+        """The end of the slot that an address is in."""
+        return self._slots[bisect.bisect_right(self._starts, address) - 1].end
 
     def allocate(self, ranges, report=lambda count: None):
         """Allocate and map the file's pages for `ranges` now, so that copying there takes no page fault."""
@@ -421,6 +475,7 @@ class _Image:
 class _Copier:
     """Copies ranges of a process's memory into an `_Image`; remembers what could not be read."""
     _BATCH = 32 << 20           # bytes a system call: how often the time is looked at
+    _STEP = 1 << 20
     _PROCESSORS = min(4, len(os.sched_getaffinity(0)))      # more of them wait for the memory
 
     def __init__(self, tid, image):
@@ -428,7 +483,8 @@ class _Copier:
         self._image = image
         self._lock = threading.Lock()
         self.bytes_copied = 0
-        self.failed = []
+        self.failed = []            # ranges that cannot be read
+        self._long = []             # those of them that are longer than one step
 
     def close(self):
         self._memory.close()
@@ -436,13 +492,13 @@ class _Copier:
     def reopen(self, tid):
         """Read thread `tid` from now on, in the place of another one."""
         self._memory.close()
-        self._memory = ProcessMemory(tid)
+        self._memory, self._long = ProcessMemory(tid), []
 
     def copy(self, ranges, between=lambda: None, done=lambda count: None, processors=_PROCESSORS):
         """Copy `ranges`, calling `between` now and then, and done(bytes) after each step; both on this thread.
 
         The threads that help have this one's priority."""
-        batches = list(self._batches(ranges))
+        batches = list(self._batches(ranges))[::-1]
         ended, errors = threading.Event(), []
 
         def work(look, tell):
@@ -498,19 +554,42 @@ class _Copier:
             between()
 
     def _copy_slowly(self, address, length, local, between):
-        """What the system call left: as far as it goes, then without the page that cannot be read."""
+        """What the system call left: as far as it goes, without the pages that cannot be read."""
         while length:
-            view = (ctypes.c_char * length).from_address(local)
-            count = self._memory.read_into(address, view)
+            between()
+            count = _readv(self._memory.pid, [(address, length, local)])
+            if not count and self._memory.can_read(address):
+                # There is no room for it yet; to store where a full disk (an OSError) has none would be a SIGBUS. Or a
+                # sandbox forbids the system call.
+                count = min(length, self._STEP)
+                self._image.allocate([(address, address + count)])
+                count = self._memory.read_into(address, (ctypes.c_char * count).from_address(local))
             self._count(count)
-            if count < length:
-                between()
-                bad = address + count & -PAGE
-                if self._memory.read_into(bad, bytearray(1)):
-                    self._image.allocate([(bad, bad + PAGE)])   # an OSError: the disk is full
-                self.failed.append((bad, bad + PAGE))
-                count = min(bad + PAGE - address, length)
+            if not count:
+                count = min(self._skip(address, between) - address, length)
             address, length, local = address + count, length - count, local + count
+
+    def _skip(self, address, between):
+        """The end of the range around `address` that cannot be read, which is noted."""
+        for start, end in self._long:
+            if start <= address < end:
+                return end
+        start, end = address & -PAGE, self._image.end_of_slot(address)
+        # Steps that grow with the range: a page at first, later a sixteenth of what was found.
+        low, high = start, start + PAGE
+        while high < end and not self._memory.can_read(high):
+            between()
+            low, high = high, min(high + PAGE + ((high - start) // 16 & -PAGE), end)
+        while high - low > PAGE:
+            middle = low + ((high - low) // 2 & -PAGE)
+            if self._memory.can_read(middle):
+                high = middle
+            else:
+                low = middle
+        self.failed.append((start, high))
+        if high - start > self._BATCH:
+            self._long.append((start, high))
+        return high
 
     def _count(self, count):
         with self._lock:
@@ -537,13 +616,13 @@ def load_segments(maps, stored, image):
 # The snapshot
 # --------------------------------------------------------------------------------------------------------
 
-def snapshot(pid, path, progress=None, max_stop=None):
+def snapshot(pid, path, progress=None, max_stop=None, **options):
     """Copy process `pid` into the ELF core file `path` while it stands still; returns a `Snapshot`.
 
     progress(done, total), if given, is called while the file is prepared, in bytes; not during the stop.
-    max_stop, in seconds: give up, and let the process go, when the stop would last longer.
+    max_stop, in seconds: give up, and let the process go, when the stop would last longer. options: of `Stopped`.
     The file appears at `path` when it is complete. Raises LiveError when the process cannot be copied."""
-    return take(Capture, Stopped(pid, max_stop), living_thread(pid), path, progress)
+    return take(Capture, Stopped(pid, max_stop, **options), living_thread(pid), path, progress)
 
 
 def take(kind, stopped, tid, path, progress=None):
@@ -552,11 +631,27 @@ def take(kind, stopped, tid, path, progress=None):
         raise LiveError("processes of %s machines are not supported yet: gcore of GDB copies them" % platform.machine())
     try:
         with contextlib.ExitStack() as stack:
-            fd = stack.enter_context(_new_file(path))
+            fd = stack.enter_context(_new_file(destination(path)))
             inner = stack.enter_context(contextlib.ExitStack())
             return kind(stopped, tid, fd, inner).run(path, progress)
     except OSError as error:
         raise _as_live_error(error, stopped.pid, tid, path)
+
+
+def destination(path):
+    """Where a file named `path` goes, links followed. LiveError when something else than a file would be replaced."""
+    real = os.path.realpath(path)
+    try:
+        mode = os.lstat(real).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFDIR if path.endswith("/") else stat.S_IFREG
+    except OSError as error:
+        raise LiveError("cannot write %s: %s" % (path, error.strerror))
+    if not stat.S_ISREG(mode):
+        kind = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link that leads nowhere", stat.S_IFIFO: "a pipe",
+                stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
+        raise LiveError("cannot write %s: it is %s; the core goes into a file of its own" % (path, kind))
+    return real
 
 
 @contextlib.contextmanager
@@ -580,6 +675,7 @@ def _new_file(path):
                 return _give_name(fd, path)
             temporary = os.path.join(directory, "%s.%d.part" % (name, os.getpid()))
             _remove(temporary)
+            stack.callback(_remove, temporary)
             _give_name(fd, temporary)
         os.rename(temporary, path)
 
@@ -599,7 +695,9 @@ def _as_live_error(error, pid, tid, path):
         return no_permission(pid)
     if error.errno == errno.ESRCH or is_dead(tid):
         return Ended("process %d has ended" % pid)
-    return LiveError("cannot write %s: %s" % (path, error.strerror or error))
+    remedy = {errno.EFBIG: " (a limit on files, as of ulimit -f, or of the file system: raise it, or use another one)",
+              errno.ENOSPC: " (another directory mends it)"}.get(error.errno, "")
+    return LiveError("cannot write %s: %s%s" % (path, error.strerror or error, remedy))
 
 
 _Moment = collections.namedtuple("_Moment", "threads maps exe notes")
@@ -613,9 +711,9 @@ class Capture:
         self._stopped, self._tid, self._fd = stopped, tid, fd
         self._survey = _Survey(tid)
         stack.callback(self._survey.close)
-        maps = mappings(tid)
-        programs = program_files(maps)
-        self._early = {m: self._survey.ranges(m, programs) for m in maps if not is_skipped(m)}
+        self._lines = {}            # of /proc/PID/maps, parsed
+        maps = mappings(tid, self._lines)
+        self._early = self._survey.ranges([m for m in maps if not is_skipped(m)], program_files(maps))
         # Room for the headers, twice what they need now; what is not used remains a hole of the file.
         need = sum(150 + len(os.fsencode(m.path)) for m in maps) + 2000 * len(threads_of(stopped.pid)) + (1 << 14)
         self._room = -(-2 * need // PAGE) * PAGE
@@ -627,7 +725,7 @@ class Capture:
     def run(self, path, progress):
         """Take the snapshot; a `Snapshot`. Raises LiveError, OSError."""
         stopped = self._stopped
-        directory = os.path.dirname(os.path.abspath(path))
+        directory = os.path.dirname(os.path.realpath(path))
         needed = self._room + sum(_size(data) for _, data in self._early.values())
         lacking = lack(directory, needed)
         if lacking:
@@ -647,8 +745,9 @@ class Capture:
         notes = b"".join(moment.notes[:3] + [file_note(moment.maps)] + moment.notes[3:])
         write_headers(self._fd, self._room, self._image.size, segments, notes)
         exe = moment.exe[:-len(" (deleted)")] if moment.exe.endswith(" (deleted)") else moment.exe
+        vain = stopped.total - stopped.milliseconds if stopped.milliseconds else 0.0
         return Snapshot(path, stopped.pid, exe, tuple(moment.threads), self._copier.bytes_copied, stopped.began,
-                        stopped.milliseconds, self._unreadable(moment.maps, failed), None, "")
+                        stopped.milliseconds, self._unreadable(moment.maps, failed), None, "", vain)
 
     def _prepare(self, report):
         """All that can be done while the process runs."""
@@ -681,10 +780,16 @@ class Capture:
         self._copier.reopen(self._tid)
         parents = _parents(self._tid)
         size = MACHINES[platform.machine()][1]
-        first, *others = [thread_notes(tid, parents, size) for tid in threads]
+        first, *others = [self._checked(thread_notes(tid, parents, size), i) for i, tid in enumerate(threads)]
         process = process_note(self._stopped.pid, self._tid, parents)
-        return _Moment(threads, mappings(self._tid), os.readlink("/proc/%d/exe" % self._tid),
+        return _Moment(threads, self._checked(mappings(self._tid, self._lines)), os.readlink("/proc/%d/exe" % self._tid),
                        [first, process, auxv_note(self._tid)] + others)
+
+    def _checked(self, value, number=0):
+        """`value`; now and then, by its number, the stop is checked."""
+        if not number % _TOGETHER:
+            self._stopped.check()
+        return value
 
     def _still_constant(self, maps):
         """The mappings that were copied while the process ran, and are still there; others of those are forgotten."""
@@ -695,21 +800,20 @@ class Capture:
         self._copier.failed = without(sorted(self._copier.failed), changed)
         return copied
 
-    def _ranges(self, maps, programs):
+    def _ranges(self, maps, programs, check=None):
         """{mapping: (stored, data)} as the survey says it now, with a place in the image."""
-        now = {m: self._survey.ranges(m, programs) for m in maps if not is_skipped(m)}
+        now = self._survey.ranges([m for m in maps if not is_skipped(m)], programs, check or self._stopped.check)
         self._image.reserve(r for stored, _ in now.values() for r in stored)
         return now
 
     def _unreadable(self, maps, failed):
-        found = []
+        found, ends = [], [end for _, end in failed]
         for mapping in maps:
             reason = "r" in mapping.perms and not is_skipped(mapping) and self._survey.excluded(mapping)
             if reason:
                 found.append(Unreadable(mapping.start, mapping.end, mapping.path, reason))
-            for start, end in failed:
-                if mapping.start <= start < mapping.end:
-                    found.append(Unreadable(start, end, mapping.path, "the kernel refuses to read it"))
+            for start, end in _within(failed, ends, mapping):
+                found.append(Unreadable(start, end, mapping.path, "the kernel refuses to read it"))
         return found
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 
-from .ptrace import LiveError, status_of
+from .ptrace import LiveError, state_of, status_of, threads_of
 
 Process = collections.namedtuple("Process", "pid name")
 Process.__doc__ = """A process and its name for a person, such as `nginx worker process`; harmless on a terminal."""
@@ -27,7 +27,7 @@ def choose(number=None, exe=None):
         pids, none = of_group(-number), "no process group %d, and no process %d that is of one" % (-number, -number)
     else:
         return [Process(number, name_of(number))]
-    pids = [pid for pid in pids if pid != os.getpid() and "VmSize" in (status_of(pid) or {})]
+    pids = [pid for pid in pids if pid != os.getpid() and "VmSize" in (status_of(_living(pid)) or {})]
     if not pids:
         raise LiveError(none)
     return [Process(pid, name_of(pid)) for pid in sorted(pids, key=lambda pid: (_started(pid), pid))]
@@ -53,7 +53,7 @@ def running(path):
     path, found = os.path.realpath(path), []
     for pid in all_processes():
         with contextlib.suppress(OSError):
-            link = "/proc/%d/exe" % pid
+            link = "/proc/%d/exe" % _living(pid)
             if _executable(pid) == path or os.path.exists(path) and os.path.samefile(link, path):
                 found.append(pid)
     return found
@@ -65,7 +65,7 @@ def name_of(pid):
     with contextlib.suppress(OSError):
         name = os.path.basename(_executable(pid))
     with contextlib.suppress(OSError):
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
+        with open("/proc/%d/cmdline" % _living(pid), "rb") as file:
             title = _TITLE.fullmatch(os.fsdecode(file.read(4096).rstrip(b"\0 ")).split("\0")[0])
         if title:
             role = _ROLE.match(title.group(2))
@@ -78,8 +78,15 @@ def harmless(text):
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def _living(pid):
+    """A thread of a process that has not ended: its main thread may have, and shows nothing then."""
+    if state_of(pid) not in ("Z", "X"):
+        return pid
+    return next((tid for tid in sorted(threads_of(pid)) if state_of(tid) not in ("Z", "X")), pid)
+
+
 def _executable(pid):
-    path = os.readlink("/proc/%d/exe" % pid)
+    path = os.readlink("/proc/%d/exe" % _living(pid))
     return path[:-len(" (deleted)")] if path.endswith(" (deleted)") else path
 
 

@@ -6,6 +6,7 @@ this program be killed, the kernel lets the process run on.
 import contextlib
 import ctypes
 import errno
+import gc
 import os
 import signal
 import threading
@@ -83,6 +84,15 @@ def threads_of(pid):
         return [int(name) for name in os.listdir("/proc/%d/task" % pid)]
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def state_of(tid):
+    """The letter of a thread's state, as D; X when it is gone."""
+    try:
+        with open("/proc/%d/stat" % tid, "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def is_dead(tid):
@@ -188,20 +198,24 @@ def next_stop(tid):
 class Stopped:
     """All threads of a process, stopped. Must be entered and left on one thread, the tracer; that again if need be.
 
-    max_stop: seconds after which `check` fails, None for ever."""
-    _PATIENCE = 5.0         # seconds; a thread that takes longer to stop waits in the kernel for something
+    max_stop: seconds after which `check` fails, None for ever; remedy: what mends that; wait: seconds to wait,
+    before anything is stopped, for threads that nothing can stop now."""
+    _PATIENCE = 5.0         # seconds for a thread to stop, on a busy machine
+    _UNINTERRUPTIBLE = 0.1  # seconds when it waits in the kernel for something (state D), and the others for it
 
-    def __init__(self, pid, max_stop=None):
+    def __init__(self, pid, max_stop=None, remedy="--fork needs less, a larger --max-stop allows more", wait=5.0):
         self.pid = pid
         self._began = None
-        self.milliseconds = None
-        self._max_stop = max_stop
+        self.milliseconds = None    # of the last stop
+        self.total = 0.0            # milliseconds of all of them, those that came to nothing as well
+        self._max_stop, self._remedy, self._patience = max_stop, remedy, wait
         self._known = set()     # seized, or dead when tried
         self._stops = {}        # thread id -> (event, number) of its stop
         self._cancelled = False
 
     def __enter__(self):
-        self._known, self.milliseconds = set(), None
+        self._known, self._began, self.milliseconds = set(), None, None
+        self._await_interruptible()
         try:
             while self._seize_new():
                 pass
@@ -281,12 +295,30 @@ class Stopped:
         self.check_cancelled()
         if self._max_stop is not None and time.monotonic() - self._began > self._max_stop:
             raise LiveError("process %d was let go: the stop would last longer than the %g ms allowed "
-                            "(--fork needs less, a larger --max-stop allows more)" % (self.pid, self._max_stop * 1000))
+                            "(%s)" % (self.pid, self._max_stop * 1000, self._remedy))
 
     def check_cancelled(self):
         """LiveError when `cancel` was called."""
         if self._cancelled:
             raise LiveError("process %d was let go: interrupted" % self.pid)
+
+    def _await_interruptible(self):
+        """Wait while a thread is where it cannot be stopped, as the parent of a vfork: the others would stand and wait
+        for it. Raises LiveError when one was there all the time."""
+        began, pause, stuck = time.monotonic(), 0.0005, None
+        while True:
+            found = {tid for tid in threads_of(self.pid) if state_of(tid) == "D"}
+            if not found:
+                return
+            stuck = found if stuck is None else stuck & found
+            if time.monotonic() - began > self._patience:
+                break
+            self.check_cancelled()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        if stuck:
+            raise LiveError("process %d was not stopped: its thread %d, in state D (disk sleep, or vfork), cannot be "
+                            "stopped now; try again" % (self.pid, min(stuck)))
 
     def _seize_new(self):
         """Attach to every thread that is not known yet; returns those."""
@@ -341,13 +373,13 @@ class Stopped:
 
     def _wait_more(self, pending):
         pending -= {tid for tid in pending if is_dead(tid)}     # a main thread that ended before the others
-        patience = self._PATIENCE if self._max_stop is None else min(self._PATIENCE, self._max_stop)
-        if pending and time.monotonic() - self._began > patience:
-            tid = min(pending)
-            state = (status_of(tid) or {}).get("State", "gone")
-            if state[0] == "D" or self._max_stop is None:
-                raise LiveError("process %d was let go: its thread %d, in state %s, cannot be stopped now; "
-                                "try again" % (self.pid, tid, state))
+        passed = time.monotonic() - self._began
+        if pending and passed > min(self._UNINTERRUPTIBLE, self._max_stop or self._UNINTERRUPTIBLE):
+            waiting = [tid for tid in pending if state_of(tid) == "D"]
+            if waiting or passed > self._PATIENCE:
+                tid = min(waiting or pending)
+                raise LiveError("process %d was let go after %.0f ms: its thread %d, in state %s, cannot be stopped now; "
+                                "try again" % (self.pid, passed * 1000, tid, state_of(tid)))
         self.check_time()
         time.sleep(0.00005)
 
@@ -361,6 +393,7 @@ class Stopped:
                 ptrace(PTRACE_DETACH, tid, 0, 0 if event else number)
         if self._began is not None and self.milliseconds is None:
             self.milliseconds = (time.monotonic() - self._began) * 1000
+            self.total += self.milliseconds
 
 
 SIGNALS = set(range(1, signal.NSIG)) - {32, 33}         # those two belong to the C library
@@ -368,13 +401,17 @@ SIGNALS = set(range(1, signal.NSIG)) - {32, 33}         # those two belong to th
 
 @contextlib.contextmanager
 def hurried():
-    """Give this thread the highest priority, where it may: root need not wait for a turn on a busy machine."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
+    """Give this thread the highest priority, where it may: root need not wait for a turn on a busy machine. Nor is it
+    held up by Python's collection of cycles."""
+    before, collects = os.getpriority(os.PRIO_PROCESS, 0), gc.isenabled()
+    gc.disable()
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, before)
 

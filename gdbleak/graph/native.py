@@ -41,7 +41,7 @@ class Native:
         check_room(len(nodes), BYTES_A_BLOCK, "the pointers between them")
         objects = sum(len(vm.objects) + len(vm.graph.targets) + len(vm.graph.roots) for vm in vms)
         more = objects + 2 * len(self.roots.row) + sum(len(held.block) for held in self.holders) + 2 * len(vms) + 2
-        words = int(nodes.size.sum()) // 8 if len(nodes) else 0
+        words = nodes.words_there          # not the sum of sizes: a damaged one can claim what is not there
         self.all_begins, self.all_targets = reserve(len(nodes) + more, np.int32), reserve(words + more, np.int32)
         self.begins = self.all_begins[:len(nodes) + 1]
         self.edges = 0

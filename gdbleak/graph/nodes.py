@@ -53,6 +53,12 @@ class Nodes:
         return (*regions, bits, rank, self.address, self.size)
 
     @cached_property
+    def words_there(self) -> int:
+        """How many words of the regions are there, at most."""
+        return sum(1 + (high - low) // 8 for start, end in zip(self.region_starts.tolist(), self.region_ends.tolist())
+                   for low, high in self.target.space.present(start, end))
+
+    @cached_property
     def buffer(self) -> tuple:
         """(words, starts, ends, offsets) of the target's memory, with all regions there."""
         table = self.target.space.table(list(zip(self.region_starts.tolist(), self.region_ends.tolist())))

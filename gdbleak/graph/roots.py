@@ -57,11 +57,12 @@ def find(nodes: Nodes, vms: list) -> Roots:
     """All root words. `vms`: the Lua VMs, whose own memory is theirs to judge."""
     target = nodes.target
     areas = find_areas(target, nodes.heaps, vms)
-    room = sum((area.end - area.start) // 8 + 1 for area in areas)
+    there = [sum(high - low for low, high in target.space.present(area.start, area.end)) for area in areas]
+    room = sum(there) // 8 + len(areas)
     address, row, area_of = reserve(room, np.uint64), reserve(room, np.int32), reserve(room, np.int32)
     n, absent = 0, {}
     for number, area in enumerate(areas):
-        missing = area.end - area.start - sum(high - low for low, high in target.space.present(area.start, area.end))
+        missing = area.end - area.start - there[number]
         if missing and area.kind != MODULE:              # of a module's data only what was never written is left out
             absent[area_name(area)] = absent.get(area_name(area), 0) + missing
         table = target.space.table([(area.start, area.end)])

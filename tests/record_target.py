@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+
 from gdbleak.target.live import mappings
 from tests.targets import CACHE, PROGRAMS, build, built_name
 
@@ -152,8 +154,25 @@ def changed_text(pid):
 
 
 def leftovers(pid):
-    """Mappings of executable memory that are no file's, which no target here has by itself but for LuaJIT's."""
-    return [m for m in mappings(pid) if "x" in m.perms and not m.inode and not m.path]
+    """Mappings of executable memory that are no file's, which no target here has by itself but for LuaJIT's; without those
+    that a word of its own memory still leads into: a thread may return there, and so they have to stay."""
+    maps = mappings(pid)
+    return [m for m in maps if "x" in m.perms and not m.inode and not m.path and not _is_referred(pid, maps, m)]
+
+
+def _is_referred(pid, maps, code):
+    """Whether a word of the process's writable memory without a file lies in a mapping."""
+    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for m in maps:
+            if m.perms.startswith("rw") and not m.inode:
+                memory.seek(m.start)
+                try:
+                    words = np.frombuffer(memory.read(m.end - m.start), np.uint64)
+                except OSError:
+                    continue
+                if ((words >= code.start) & (words < code.end)).any():
+                    return True
+    return False
 
 
 def guards(pid):

@@ -36,12 +36,12 @@ def parts(nodes: Nodes, vms: list) -> np.ndarray:
 def _containers(nodes: Nodes, vms: list, kind: np.ndarray) -> None:
     """Mark the parts of libstdc++'s containers in `kind`: search all memory for headers, then follow those."""
     space, page = nodes.target.space, nodes.target.auxv.get(6, 4096)
-    areas = [(low, min(low + SPAN, area.end)) for area in roots.find_areas(nodes.target, nodes.heaps, vms)
-             for low in range(area.start + 7 & -8, area.end, SPAN)]
+    areas = [(at, min(at + SPAN, high)) for area in roots.find_areas(nodes.target, nodes.heaps, vms)
+             for low, high in space.present(area.start, area.end) for at in range(low + 7 & -8, high, SPAN)]
     space.table(areas)
     index = [column.view(np.int64) if column.dtype == np.uint64 else column for column in nodes.index]
     memory = (*buffer_of(space), *index, nodes.seen)
-    room = (int(nodes.size.sum()) + sum(high - low for low, high in areas)) // 8
+    room = nodes.words_there + sum(high - low for low, high in areas) // 8
     headers, n = (reserve(room, np.int64), reserve(room, np.uint8)), 0
     used = np.flatnonzero(nodes.seen != NO_NODE)
     for first in range(0, len(used), TILE):

@@ -67,9 +67,10 @@ def find(nodes: Nodes, vms: list) -> Roots:
             absent[area_name(area)] = absent.get(area_name(area), 0) + missing
         table = target.space.table([(area.start, area.end)])
         buffer = target.space.words, table.starts, table.ends, table.offsets
-        for at in range(area.start, area.end if len(nodes) else area.start, TILE):
+        parts = target.space.present(area.start, area.end) if len(nodes) else []     # a damaged mapping can claim exabytes
+        for at, end in ((at, min(at + TILE, high)) for low, high in parts for at in range(low, high, TILE)):
             before = n
-            n = int(kernel.pointers(*buffer, *nodes.index, nodes.seen, at, min(at + TILE, area.end), address, row, n))
+            n = int(kernel.pointers(*buffer, *nodes.index, nodes.seen, at, end, address, row, n))
             area_of[before:n] = number
             channel.progress(f"{n:,} pointers into the heap found in other memory")
     registers, names = [], {}

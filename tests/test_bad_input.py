@@ -30,7 +30,7 @@ from tests.targets import ROOT, run_cli, run_gdb, totals
 
 COMMANDS = ["mallinfo --arenas", "sizes --exact", "blocks --dump 32", "blocks --text", "memory", "what 0x7ffff0000000",
             "pools", "pools --unreached", "shm --slots", "unreachable", "retained", "path --size 32-100k", "types"]
-LONGEST = 150               # seconds that one damaged core may take; the first compiles the kernels
+LONGEST = 30                # seconds that one damaged core may take
 JEMALLOC = Path("/usr/lib/x86_64-linux-gnu/libjemalloc.so.2")
 RAW = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 WAITS = r"""

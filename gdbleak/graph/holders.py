@@ -70,15 +70,8 @@ def take_objects_out(vm: VM, nodes: Nodes) -> np.ndarray:
     live and of dead objects, as (row, object's row) pairs (int32, 2 columns)."""
     if vm.allocator is not None or not len(nodes):
         return np.zeros((0, 2), np.int32)
-    objects, layout, space = vm.objects, vm.layout, vm.target.space
-    parts = [(objects.address.view(np.uint64), np.arange(len(objects)))]
-    for kind, field in ((kernel.TAB, layout.GCtab_array), (kernel.TAB, layout.GCtab_node), (kernel.THREAD, layout.L_stack)):
-        of = np.flatnonzero(objects.kind == kind)
-        places, _ = space.gather(objects.address[of].view(np.uint64) + np.uint64(field), f"<u{layout.ref}")
-        parts.append((places.astype(np.uint64), of))
-    rows = nodes.nodes_at(np.concatenate([places for places, _ in parts]))
-    of = np.concatenate([of for _, of in parts])
-    main = nodes.rows_at(np.array([vm.main], np.uint64))[0]       # GG_State is a plain block
-    mine = (rows >= 0) & (rows != main)
+    places, _, of = vm.blocks
+    rows = nodes.nodes_at(places.view(np.uint64))
+    mine = (rows >= 0) & (of >= 0)                  # the VM's own parts, GG_State before all, are plain blocks
     nodes.seen[rows[mine]] = NO_NODE
     return np.stack([rows[mine], of[mine]], axis=1).astype(np.int32)

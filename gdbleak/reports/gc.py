@@ -225,7 +225,7 @@ def _refined(vm: VM, top: int) -> list[Table]:
     for kind, title, name_of in ((kernel.CDATA, f"cdata by C type (names from the VM's table of {known:,} C types, "
                                                 f"{size:,} bytes)", names.ctype_of),
                                  (kernel.UDATA, "userdata by metatable",
-                                  lambda row: names.metatable_name(row) or "(no name)"),
+                                  lambda row: names.userdata(row) or "(no name)"),
                                  (kernel.FUNC, "functions by where they begin", names.function)):
         rows = [(name_of(int(row)), int(vm.objects.size[row])) for row in np.flatnonzero(vm.objects.kind == kind)]
         tables.append(_counted(kernel.KINDS[kind], title, rows, top))

@@ -13,7 +13,7 @@ import numpy as np
 from ..heaps import lj_alloc
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
-from .luajit import VM, blocks, strings_of
+from .luajit import VM, strings_of
 
 _FEW = 8                       # more chunks than these are not one operation under way
 Blocks = list[tuple[int, int]]  # (address, bytes) of each
@@ -45,7 +45,7 @@ def in_flight(vm: VM, gap: int) -> Flight | None:
     if not len(chunk):
         return Flight()
     flight = Flight(unfinished=_unfinished(vm))
-    block, length = blocks(vm)
+    block, length, _ = vm.blocks
     owner = np.searchsorted(chunk, block, "right") - 1
     inside = (owner >= 0) & (block < (chunk + size)[np.maximum(owner, 0)])
     named = np.bincount(owner[inside], length[inside], len(chunk)).astype(np.int64)

@@ -11,7 +11,7 @@ from tests.targets import TIMEOUT, items_of, run_gdb
 
 CASES = [("debian-debug", "churn", 15), ("openresty", "grow", 15)]
 SLOW = [(name, mode, 250) for name in ("debian", "openresty-debug", "debian-gc32", "openresty-gc32")
-        for mode in ("churn", "grow")]
+        for mode in ("churn", "grow", "buffers")]
 
 
 def checks_at(pid, stops, directory):

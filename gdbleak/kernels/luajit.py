@@ -140,15 +140,15 @@ def _size_of(f, bytes, halves, words, starts, ends, offsets, at, o, kind, marked
 
 
 def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, ctypes: I64s,
-             o: I64, main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
-    """Follow the list of collectable objects from `o`; (n, next object, why it stopped).
+             o: I64, end: I64, main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
+    """Follow the list of collectable objects from `o` to `end`: 0, or where a ring began; (n, next object, why it stopped).
 
     Fills rows from `n` on. Open upvalues, which only their thread lists, come after it. Of the `main` thread only the
     stack counts: its structure is part of GG_State. `ctypes`: size of each C type, int64.
     """
     goal = min(n + budget, len(address) - 1)
     header = 2 + f[F_REF]
-    while o != 0:
+    while o != end:
         if n >= goal:
             return n, o, BUDGET
         at = _at(starts, ends, offsets, o, 48 if f[F_GC64] else 24)

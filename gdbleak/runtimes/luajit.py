@@ -295,7 +295,7 @@ class _List:
         self.buffer = buffer_of(vm)
         self._strings()
         self._list(vm.g + self.layout.g_gc + self.layout.GCState_root, "the list of objects")
-        self._finalizable()
+        self._list(vm.g + self.layout.g_gc + self.layout.GCState_mmudata, "the ring of what waits for its finalizer", ring=True)
         n = self.n
         slots = np.full(1 << max(int(2 * n).bit_length(), 8), -1, np.int32)
         twice = kernel.index(self.address, n, slots)
@@ -303,12 +303,13 @@ class _List:
             vm.notes.append(f"{twice:,} objects are listed twice: the lists of objects are damaged")
         return Objects(self.address[:n], self.size[:n], self.kind[:n], self.marked[:n], slots)
 
-    def _list(self, head: int, name: str) -> None:
+    def _list(self, head: int, name: str, ring: bool = False) -> None:
         vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
         o, f, types = vm.ref(head), vector(vm), ctype_sizes(vm)
-        newest = o
+        newest, end, budget = o, 0, 1 if ring else TILE          # of a ring the first object by itself, then to it
         while True:
-            self.n, o, why = kernel.objects(*self.buffer, f, types, o, vm.main, TILE, *rows, self.n)
+            self.n, o, why = kernel.objects(*self.buffer, f, types, o, end, vm.main, budget, *rows, self.n)
+            end, budget = newest if ring else 0, TILE
             if why == kernel.BAD and o == newest:
                 vm.notes.append(f"the newest object, at {o:#x}, is in the list already and has no type yet")
                 newest, o = 0, vm.ref(o)
@@ -355,28 +356,6 @@ class _List:
                     vm.notes.append(f"LuaJIT is moving its strings from the table at {table:#x}, of {buckets:,} slots, "
                                     f"to one at {other:#x}, of {count:,}: those of both are listed")
                     return
-
-    def _finalizable(self) -> None:
-        """Userdata that wait for their finalizer are on a ring of their own."""
-        vm, layout = self.vm, self.layout
-        try:
-            last = o = vm.ref(vm.g + layout.g_gc + layout.GCState_mmudata)
-            while o:
-                kind, size = vm.u8(o + layout.ref + 1), 0
-                if kind == kernel.UDATA:
-                    size = layout.GCudata_sizeof + vm.u32(o + layout.GCudata_len)
-                elif kind == kernel.CDATA:
-                    size = layout.GCcdata_sizeof + int(ctype_sizes(vm)[int.from_bytes(
-                        vm.target.space.read(o + layout.GCcdata_ctypeid, 2), "little")])
-                row = self.n
-                self.address[row], self.size[row], self.kind[row] = o, size, kind
-                self.marked[row] = vm.u8(o + layout.ref)
-                self.n += 1
-                o = vm.ref(o)
-                if o == last:
-                    break
-        except (Absent, IndexError):
-            vm.notes.append("the ring of userdata to be finalized is damaged")
 
 
 def string_table(vm: VM) -> tuple[int, int]:

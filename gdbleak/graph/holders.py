@@ -8,9 +8,12 @@ import numpy as np
 
 from .. import channel
 from ..heaps.blocks import reserve
+from ..heaps.glibc_heap import asked_for
+from ..kernels import chunks as chunk_kernel
 from ..kernels import luajit as kernel
 from ..kernels.pointers import NO_NODE
 from ..runtimes.luajit import VM, buffer_of, vector
+from ..runtimes.luajit_flight import Chunks
 from ..target.address_space import Absent
 from .nodes import Nodes
 
@@ -75,3 +78,20 @@ def take_objects_out(vm: VM, nodes: Nodes) -> np.ndarray:
     mine = (rows >= 0) & (of >= 0)                  # the VM's own parts, GG_State before all, are plain blocks
     nodes.seen[rows[mine]] = NO_NODE
     return np.stack([rows[mine], of[mine]], axis=1).astype(np.int32)
+
+
+def malloc_chunks(vm: VM, nodes: Nodes, others: np.ndarray) -> Chunks | None:
+    """The chunks in use that hold something that a VM on malloc names, and those of the mask `others`; None when its
+    GG_State is in none of them."""
+    if vm.allocator is not None or not len(nodes):
+        return None
+    rows = nodes.rows_at(np.append(vm.blocks[0], vm.main).view(np.uint64))
+    if rows[-1] < 0:
+        return None
+    wanted = np.zeros(len(nodes), bool)
+    wanted[rows[rows >= 0]] = True
+    wanted &= nodes.over_heaps([heap.blocks.state for heap in nodes.heaps]) == chunk_kernel.IN_USE
+    wanted |= others
+    address, size = nodes.address[wanted].astype(np.int64), nodes.size[wanted].astype(np.int64)
+    ranges = list(zip(nodes.region_starts.tolist(), nodes.region_ends.tolist()))
+    return Chunks(address - 16, size, *asked_for(address, size), ranges)

@@ -17,8 +17,9 @@ import numpy as np
 from .. import channel
 from ..heaps import lj_alloc
 from ..heaps.blocks import Check, reserve
-from ..heaps.glibc_heap import GlibcHeap
+from ..heaps.glibc_heap import GlibcHeap, asked_for
 from ..graph.graph import Graph
+from ..kernels import chunks
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
 from ..target.target import Target
@@ -62,6 +63,7 @@ class VM:
     g: int
     layout: SimpleNamespace
     found_by: str
+    heaps: list[GlibcHeap] = field(default_factory=list)        # malloc's
     owner: str = ""                                   # the nginx module whose VM it is, when one's configuration names it
     notes: list[str] = field(default_factory=list)
     string_buckets: int = 0
@@ -188,6 +190,7 @@ def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
         for main in _plausible(target, candidates):
             vm = None if main in found else _vm_at(target, main, how)
             if vm is not None:
+                vm.heaps = heaps
                 found[main] = vm
     return [found[main] for main in sorted(found)]
 
@@ -340,13 +343,8 @@ class _List:
         """List the strings of the other table too, each once, where a stop has caught LuaJIT moving all strings into
         a table of twice or half the size: it is a chunk of that size that is full of strings."""
         vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
-        heap = lj_alloc.read(vm.target, vm.target.word(vm.g + self.layout.g_allocd) or 0)
-        if heap is None:
-            return
-        chunk, _, least, most = lj_alloc.chunks(vm.target, heap)
         for count in (2 * buckets, buckets // 2):
-            size = self.layout.ref * count
-            for other in (chunk[(least <= size) & (size <= most)] + 16).tolist():
+            for other in self._blocks_of(self.layout.ref * count):
                 n, _, bad = kernel.strings(*self.buffer, vector(vm), other, count, *rows, self.n)
                 if other != table and n > self.n and bad <= 1:
                     _, first = np.unique(self.address[:n], return_index=True)
@@ -356,6 +354,21 @@ class _List:
                     vm.notes.append(f"LuaJIT is moving its strings from the table at {table:#x}, of {buckets:,} slots, "
                                     f"to one at {other:#x}, of {count:,}: those of both are listed")
                     return
+
+
+    def _blocks_of(self, size: int) -> list[int]:
+        """The addresses of the blocks in use that can be of `size` bytes."""
+        vm = self.vm
+        heap = lj_alloc.read(vm.target, vm.target.word(vm.g + self.layout.g_allocd) or 0)
+        if heap is not None:
+            chunk, _, least, most = lj_alloc.chunks(vm.target, heap)
+            return (chunk[(least <= size) & (size <= most)] + 16).tolist()
+        found = []
+        for blocks in (heap.blocks for heap in vm.heaps):
+            address = blocks.address[blocks.state == chunks.IN_USE].astype(np.int64)
+            least, most = asked_for(address, blocks.size[blocks.state == chunks.IN_USE].astype(np.int64))
+            found += address[(least <= size) & (size <= most)].tolist()
+        return found
 
 
 def string_table(vm: VM) -> tuple[int, int]:

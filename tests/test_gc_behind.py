@@ -9,7 +9,8 @@ from tests.targets import Unavailable, ask, capture, items_of, table, totals
 
 #: Both forks, with debug information and without, GC64 and not, lj_alloc and malloc; a newer LuaJIT, of lupa's.
 QUICK = ["debian", "openresty-debug", "debian-gc32", "openresty-sysmalloc", "lupa"]
-BUILDS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("openresty", "openresty-gc32", "debian-sysmalloc"))]
+SLOW = ["openresty", "openresty-gc32", "debian-sysmalloc"]
+BUILDS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 #: Way of behind.lua -> the steps behind the holder, the nearest first.
 STEPS = {"string": ["(copy-on-write)"], "cdata": ["(copy-on-write)"], "dict": ["(dict)", "[*]"],
          "metatable": ["(metatable dict)", "[*]", ".__name"], "memory": [], "library": ["(environment)", ".cos"]}
@@ -18,7 +19,7 @@ BUFFER, LIBRARY = "userdata string.buffer", "userdata ffi.load libm.so.6"
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Function of a build: (Capture, its Replies: to leak-gc --types, to leak-unreachable, and to leak-path by address)."""
+    """Function of a build: (Capture, its Replies: to leak-gc, to leak-unreachable, and to leak-path by address)."""
     made = {}
 
     def get(name):
@@ -26,7 +27,7 @@ def answers(tmp_path_factory):
             core = run(name, tmp_path_factory.mktemp(name))
             addresses = [address for told in core.truth.values() if isinstance(told, dict)
                          for address in (told["holder"], *told["behind"], told["memory"]) if address]
-            (gc, unreachable, *paths), = ask([(core, ["leak-gc --types", "leak-unreachable",
+            (gc, unreachable, *paths), = ask([(core, ["leak-gc", "leak-unreachable",
                                                       *(f"leak-path {address:#x}" for address in addresses)])])
             made[name] = core, gc, unreachable, dict(zip(addresses, paths))
         return made[name]

@@ -44,8 +44,8 @@ def test_any_moment(tmp_path, name, mode, stops):
     assert gaps or stops < 100
 
 
-#: What Lua does -> where GDB stops it, by breakpoints in turn, {allocator}: the function that lj_mem_realloc calls; whether
-#: it then lets the function return; which register has the block, and which its size.
+#: What Lua does -> where GDB stops it, by breakpoints in turn, {allocator}: the function that lj_mem_realloc calls;
+#: whether it then lets the function return; which register has the block, and which its size.
 MOMENTS = {
     "a string is allocated": ('("x"):rep(50000)', ["*lj_mem_realloc if $rdx == 0 && $rcx > 50000"], True, "rax", "rcx"),
     "a buffer is freed": ('require("string.buffer").new(20000):put("x"):free()',

@@ -100,8 +100,8 @@ class Native:
         return tail
 
     def chunks_of(self, number: int) -> Chunks | None:
-        """What chunks can be those of VM `number` on malloc: which hold something that it names, and which only registers
-        and stacks lead to. None where its objects are no malloc blocks that are known."""
+        """What chunks can be those of VM `number` on malloc: which hold something that it names, and which only
+        registers and stacks lead to. None where its objects are no malloc blocks that are known."""
         return malloc_chunks(self.vms[number], self.nodes, self.state == ON_STACK_ONLY)
 
     def rows_of(self, state: int) -> np.ndarray:

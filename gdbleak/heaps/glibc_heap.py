@@ -165,7 +165,7 @@ class GlibcHeap:
 
 
 def asked_for(address: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The fewest and the most bytes that can have been asked for, of blocks in use by address and by bytes of the chunk.
+    """The fewest and the most bytes that can have been asked for, of blocks in use by address and bytes of the chunk.
 
     What is too small to be a chunk stays with the one that it was split off; a mapping of its own is whole pages.
     """

@@ -30,7 +30,8 @@ FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata
           "GCtrace_nsnapmap", "GCtrace_startpt", "GCtrace_link", "GCtrace_nextroot", "GCtrace_nextside",
           "SnapShot_sizeof", "family")
 (F_GC64, F_REF, F_STR_SIZEOF, F_STR_LEN, F_UD_SIZEOF, F_UD_ENV, F_UD_LEN, F_UD_META, F_UD_TYPE, F_SB_B, F_SB_E, F_SB_L,
- F_SB_COWREF, F_SB_DICT, F_SB_DICT_MT, F_CD_SIZEOF, F_CD_CTYPE, F_PT_SIZEOF, F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT, F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV,
+ F_SB_COWREF, F_SB_DICT, F_SB_DICT_MT, F_CD_SIZEOF, F_CD_CTYPE, F_PT_SIZEOF, F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT,
+ F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV,
  F_FN_ENV, F_FN_PC, F_FN_UPVALUE, F_FN_UVPTR, F_TAB_SIZEOF, F_TAB_COLO, F_TAB_ARRAY, F_TAB_META, F_TAB_NODE,
  F_TAB_ASIZE, F_TAB_HMASK, F_L_SIZEOF, F_L_TOP, F_L_STACK, F_L_OPENUPVAL, F_L_ENV, F_L_STACKSIZE, F_L_BASE, F_TR_SIZEOF,
  F_TR_NINS, F_TR_IR, F_TR_NK, F_TR_NSNAP, F_TR_NSNAPMAP, F_TR_STARTPT, F_TR_LINK, F_TR_NEXTROOT, F_TR_NEXTSIDE,
@@ -38,8 +39,8 @@ FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata
 
 _MASK47 = (1 << 47) - 1
 _VARIABLE = 0x80               # a cdata of variable length
-# GCudata.udtype: of a namespace of the FFI, whose environment is the table of what it has resolved; of what string.buffer
-# makes, whose payload is an SBufExt.
+# GCudata.udtype: of a namespace of the FFI, whose environment is the table of what it has resolved; of what
+# string.buffer makes, whose payload is an SBufExt.
 C_LIBRARY, BUFFER = 2, 3
 _COW, _BORROW = 2, 4           # of SBuf.L: what the buffer shows is another object's, or another buffer's
 _MOST_BUFFER = 0x7fffff00      # LJ_MAX_BUF
@@ -141,7 +142,8 @@ def _size_of(f, bytes, halves, words, starts, ends, offsets, at, o, kind, marked
 
 def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, ctypes: I64s,
              o: I64, end: I64, main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
-    """Follow the list of collectable objects from `o` to `end`: 0, or where a ring began; (n, next object, why it stopped).
+    """Follow the list of collectable objects from `o` to `end` (0, or where a ring began); (n, next object, why it
+    stopped).
 
     Fills rows from `n` on. Open upvalues, which only their thread lists, come after it. Of the `main` thread only the
     stack counts: its structure is part of GG_State. `ctypes`: size of each C type, int64.
@@ -534,9 +536,9 @@ def _put_payload(words, starts, ends, offsets, start, size, label, step, low, hi
 def _natives(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, segments: I64s,
              low: I64, high: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, slots: I32s, first: I64, last: I64,
              sources: I32s, values: I64s, labels: I32s, n: I64):
-    """List what objects [first, last) hold that can point into [low, high): words of cdata, userdata and string buffers, the
-    extra data of threads, light userdata wherever values are. (row, value, label) from `n` on; how many there are then. All three must
-    have room for all words of the objects."""
+    """List what objects [first, last) hold that can point into [low, high): words of cdata, userdata and string
+    buffers, the extra data of threads, light userdata wherever values are. (row, value, label) from `n` on; how many
+    there are then. All three must have room for all words of the objects."""
     for row in range(first, last):
         o, what = address[row], int(kind[row])
         if what == STR or what == PROTO or what == TRACE:

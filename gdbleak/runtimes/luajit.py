@@ -298,7 +298,8 @@ class _List:
         self.buffer = buffer_of(vm)
         self._strings()
         self._list(vm.g + self.layout.g_gc + self.layout.GCState_root, "the list of objects")
-        self._list(vm.g + self.layout.g_gc + self.layout.GCState_mmudata, "the ring of what waits for its finalizer", ring=True)
+        self._list(vm.g + self.layout.g_gc + self.layout.GCState_mmudata, "the ring of what waits for its finalizer",
+                   ring=True)
         n = self.n
         slots = np.full(1 << max(int(2 * n).bit_length(), 8), -1, np.int32)
         twice = kernel.index(self.address, n, slots)
@@ -475,8 +476,8 @@ def _buffer(vm: VM, name: str, at: int) -> Part:
 
 def blocks(vm: VM, least: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(address, size, row) of every block of memory of at least `least` bytes that the VM's lists and structures name:
-    objects; the parts of tables that lie apart, stacks, what string buffers hold; and the VM's own parts, whose row is -1
-    (all int64). The main thread's structure is in GG_State."""
+    objects; the parts of tables that lie apart, stacks, what string buffers hold; and the VM's own parts, whose row is
+    -1 (all int64). The main thread's structure is in GG_State."""
     layout, objects = vm.layout, vm.objects
     rows = np.flatnonzero((objects.size >= least) & (objects.address != vm.main))
     address, size, kind = objects.address[rows], objects.size[rows], objects.kind[rows]

@@ -22,8 +22,8 @@ Blocks = list[tuple[int, int]]  # (address, bytes) of each
 
 
 class Chunks(NamedTuple):
-    """Chunks in use that are, or can be, a VM's, by address: `size`, and the fewest and the most bytes that can have been
-    asked for (int64). A block begins 16 bytes behind its chunk. `ranges`: where else a block can have been."""
+    """Chunks in use that are, or can be, a VM's, by address: `size`, and the fewest and the most bytes that can have
+    been asked for (int64). A block begins 16 bytes behind its chunk. `ranges`: where blocks can have been at all."""
 
     address: np.ndarray
     size: np.ndarray
@@ -40,11 +40,11 @@ class Chunks(NamedTuple):
 
 @dataclass
 class Flight:
-    """`chunks` in use that what the VM names does not fill, those that make up the gap where some do (bytes: of the chunk,
-    `named` bytes in all of them; `full`: somewhere it names more than there is, or was, room for); `gone`: what it names
-    that lies in no such chunk; `swept`: what is counted out and named still, a string that the sweep is at or what a
-    string buffer held; `unfinished`: functions that have no upvalues yet (bytes: of these). `counted`: bytes that gc.total
-    has for the chunks; None when no such number makes up the gap."""
+    """`chunks` in use that what the VM names does not fill, those that make up the gap where some do (bytes: of the
+    chunk, `named` bytes in all of them; `full`: somewhere it names more than there is, or was, room for); `gone`: what
+    it names that lies in no such chunk; `swept`: what is counted out and named still, a string that the sweep is at or
+    what a string buffer held; `unfinished`: functions that have no upvalues yet (bytes: of these). `counted`: bytes
+    that gc.total has for the chunks; None when no such number makes up the gap."""
 
     chunks: Blocks = field(default_factory=list)
     named: int = 0
@@ -95,8 +95,8 @@ def _sizes(of: Blocks) -> list[int]:
 
 
 def _adding_up(total: int, least: list[int], most: list[int]) -> tuple[int, ...] | None:
-    """The fewest of the blocks, each of `least` to `most` bytes, that can be `total` bytes together, by index; None when
-    no such can. (Not all need to: what is about to be freed may be counted or not.)"""
+    """The fewest of the blocks, each of `least` to `most` bytes, that can be `total` bytes together, by index; None
+    when no such can. (Not all need to: what is about to be freed may be counted or not.)"""
     return next((some for count in range(len(least) + 1) for some in combinations(range(len(least)), count)
                  if sum(least[k] for k in some) <= total <= sum(most[k] for k in some)), None)
 
@@ -121,8 +121,9 @@ def _counted_out(vm: VM) -> list[Blocks]:
     bucket that the sweep of strings is at, as far as its chain can be followed; what string buffers hold, where a
     register or one of the newest words of a stack has the buffer, the block or its chunk, as while it is freed."""
     objects, (block, size, row) = vm.objects, vm.blocks
-    at = np.array([value for thread in vm.target.threads for value in thread.registers.values()], np.uint64)
-    tops = np.array([thread.sp for thread in vm.target.threads], np.uint64)[:, None] + 8 * np.arange(_NEWEST, dtype=np.uint64)
+    threads, newest = vm.target.threads, 8 * np.arange(_NEWEST, dtype=np.uint64)
+    tops = np.array([thread.sp for thread in threads], np.uint64)[:, None] + newest
+    at = np.array([value for thread in threads for value in thread.registers.values()], np.uint64)
     at = np.concatenate([at, vm.target.space.gather(tops.reshape(-1), np.uint64)[0]]).view(np.int64)
     held = (row >= 0) & (objects.kind[row] == kernel.UDATA) & (block != objects.address[row])
     held &= np.isin(block, at) | np.isin(block - 16, at) | np.isin(objects.address[row] + vm.layout.GCudata_sizeof, at)
@@ -131,4 +132,5 @@ def _counted_out(vm: VM) -> list[Blocks]:
         bucket = vm.u32(vm.g + vm.layout.g_gc + vm.layout.GCState_sweepstr) - 1
     except Absent:
         return freed
-    return freed + [[string] for string in (strings_of(vm, bucket) if vm.state == "sweep strings" and bucket >= 0 else [])]
+    swept = strings_of(vm, bucket) if vm.state == "sweep strings" and bucket >= 0 else []
+    return freed + [[string] for string in swept]

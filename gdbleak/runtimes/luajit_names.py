@@ -118,8 +118,8 @@ class Names:
         return kernel.KINDS[kind]
 
     def userdata(self, row: int) -> str:
-        """What a userdata is: by the library that made it, else what its metatable calls itself: __name, or the registry's
-        name for it."""
+        """What a userdata is: by the library that made it, else what its metatable calls itself: __name, or the
+        registry's name for it."""
         vm, address = self.vm, self.address(row)
         try:
             kind = vm.u8(address + vm.layout.GCudata_udtype)
@@ -143,7 +143,8 @@ class Names:
         if not handle:
             return "ffi.C"
         space = self.vm.target.space
-        return "ffi.load " + space.cstring(space.word(handle + 8), 256).rsplit(b"/")[-1].decode("utf-8", "backslashreplace")
+        path = space.cstring(space.word(handle + 8), 256).decode("utf-8", "backslashreplace")
+        return "ffi.load " + path.rsplit("/")[-1]
 
     @property
     def registry_names(self) -> dict[int, str]:

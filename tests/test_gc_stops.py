@@ -1,6 +1,7 @@
 """leak-gc at any moment of a program that allocates without end: what is missing is named, chunk by chunk."""
 import json
 import random
+import re
 import subprocess
 
 import pytest
@@ -10,8 +11,8 @@ from tests.luajit_target import FIXTURES
 from tests.targets import TIMEOUT, items_of, run_gdb
 
 CASES = [("debian-debug", "churn", 15), ("openresty", "grow", 15)]
-SLOW = [(name, mode, 250) for name in ("debian", "openresty-debug", "debian-gc32", "openresty-gc32")
-        for mode in ("churn", "grow")]
+SLOW = [(name, mode, 250) for name in ("debian", "openresty-debug", "debian-gc32", "openresty-gc32", "debian-sysmalloc")
+        for mode in ("churn", "grow", "buffers")]
 
 
 def checks_at(pid, stops, directory):
@@ -41,3 +42,32 @@ def test_any_moment(tmp_path, name, mode, stops):
     for check, text in gaps:
         assert check["explained"] and len(check["in_flight"]) <= 7, text
     assert gaps or stops < 100
+
+
+#: What Lua does -> where GDB stops it, by breakpoints in turn, {allocator}: the function that lj_mem_realloc calls;
+#: whether it then lets the function return; which register has the block, and which its size.
+MOMENTS = {
+    "a string is allocated": ('("x"):rep(50000)', ["*lj_mem_realloc if $rdx == 0 && $rcx > 50000"], True, "rax", "rcx"),
+    "a buffer is freed": ('require("string.buffer").new(20000):put("x"):free()',
+                          ["lj_cf_buffer_method_free", "*{allocator} if $rcx == 0"], False, "rsi", "rdx"),
+}
+
+
+@pytest.mark.parametrize("name, allocator", [("debian-debug", "lj_alloc_f"), ("openresty-sysmalloc", "mem_alloc")])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_one_moment(tmp_path, name, allocator, moment):
+    """What the function was asked for is the gap, and its block is what explains it."""
+    program, stops, returns, block, size = MOMENTS[moment]
+    (tmp_path / "program.lua").write_text(f"local result = {program}\n")
+    commands = [f"set args {tmp_path / 'program.lua'}"]
+    for number, stop in enumerate(stops):
+        commands += [f"tbreak {stop.format(allocator=allocator)}", "continue" if number else "run"]
+    commands += [f"set $size = ${size}", *(["finish"] if returns else []), f'printf "told %lu %lu\\n", ${block}, $size',
+                 f"leak-gc --json {tmp_path / 'gc.json'}"]
+    text = run_gdb(commands, luajit_target.build(name).path).stdout
+    address, asked = map(int, re.search(r"^told (\d+) (\d+)$", text, re.M).groups())
+    check, = items_of(json.loads((tmp_path / "gc.json").read_text()), "check")
+    assert abs(check["gap"]) == asked > 15000 and (check["gap"] < 0) == returns, text
+    assert check["explained"], text
+    assert [found["address"] for found in check["in_flight"]] == ([address] if returns else [])
+    assert re.search(rf"explained by .*{asked:,} bytes.*{address:#x}", text), text

@@ -31,7 +31,8 @@ def test_listing(vm):
     count = len(vm.objects) + 10
     first = vm.ref(vm.g + vm.layout.g_gc + vm.layout.GCState_root)
     for budget in (count, 50):
-        assert same(kernel.objects, lambda: (*buffer, f, types, first, vm.main, budget, *rows(count), 0), (11, 12, 13, 14))[0]
+        assert same(kernel.objects, lambda: (*buffer, f, types, first, 0, vm.main, budget, *rows(count), 0),
+                    (12, 13, 14, 15))[0]
     table = vm.ref(vm.g + vm.layout.g_str)
     found = same(kernel.strings, lambda: (*buffer, f, table, vm.string_buckets, *rows(count), 0), (9, 10, 11, 12))
     assert found[0] == int((vm.objects.kind == kernel.STR).sum()) > 0

@@ -19,7 +19,7 @@ LEAKS = {"certificates": ("void *", "void *"), "certificates_ffi": ("struct x509
 NO_TCACHE = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 MADE = 300
 BUILDS = ["openresty", "debian", "openresty-gc32"]
-HELD = ["cache", "structs", "lights", "userdata", "shared"]
+HELD = ["cache", "structs", "lights", "userdata", "buffers", "shared"]
 STATES = ["unreachable", "pending"]
 QUESTIONS = ["leak-retained --pins --top 100000", "leak-unreachable",
              *[f"leak-blocks --state {state} --top 1000000" for state in STATES]]

@@ -8,9 +8,12 @@ import numpy as np
 
 from .. import channel
 from ..heaps.blocks import reserve
+from ..heaps.glibc_heap import asked_for
+from ..kernels import chunks as chunk_kernel
 from ..kernels import luajit as kernel
 from ..kernels.pointers import NO_NODE
 from ..runtimes.luajit import VM, buffer_of, vector
+from ..runtimes.luajit_flight import Chunks
 from ..target.address_space import Absent
 from .nodes import Nodes
 
@@ -70,15 +73,25 @@ def take_objects_out(vm: VM, nodes: Nodes) -> np.ndarray:
     live and of dead objects, as (row, object's row) pairs (int32, 2 columns)."""
     if vm.allocator is not None or not len(nodes):
         return np.zeros((0, 2), np.int32)
-    objects, layout, space = vm.objects, vm.layout, vm.target.space
-    parts = [(objects.address.view(np.uint64), np.arange(len(objects)))]
-    for kind, field in ((kernel.TAB, layout.GCtab_array), (kernel.TAB, layout.GCtab_node), (kernel.THREAD, layout.L_stack)):
-        of = np.flatnonzero(objects.kind == kind)
-        places, _ = space.gather(objects.address[of].view(np.uint64) + np.uint64(field), f"<u{layout.ref}")
-        parts.append((places.astype(np.uint64), of))
-    rows = nodes.nodes_at(np.concatenate([places for places, _ in parts]))
-    of = np.concatenate([of for _, of in parts])
-    main = nodes.rows_at(np.array([vm.main], np.uint64))[0]       # GG_State is a plain block
-    mine = (rows >= 0) & (rows != main)
+    places, _, of = vm.blocks
+    rows = nodes.nodes_at(places.view(np.uint64))
+    mine = (rows >= 0) & (of >= 0)                  # the VM's own parts, GG_State before all, are plain blocks
     nodes.seen[rows[mine]] = NO_NODE
     return np.stack([rows[mine], of[mine]], axis=1).astype(np.int32)
+
+
+def malloc_chunks(vm: VM, nodes: Nodes, others: np.ndarray) -> Chunks | None:
+    """The chunks in use that hold something that a VM on malloc names, and those of the mask `others`; None when its
+    GG_State is in none of them."""
+    if vm.allocator is not None or not len(nodes):
+        return None
+    rows = nodes.rows_at(np.append(vm.blocks[0], vm.main).view(np.uint64))
+    if rows[-1] < 0:
+        return None
+    wanted = np.zeros(len(nodes), bool)
+    wanted[rows[rows >= 0]] = True
+    wanted &= nodes.over_heaps([heap.blocks.state for heap in nodes.heaps]) == chunk_kernel.IN_USE
+    wanted |= others
+    address, size = nodes.address[wanted].astype(np.int64), nodes.size[wanted].astype(np.int64)
+    ranges = list(zip(nodes.region_starts.tolist(), nodes.region_ends.tolist()))
+    return Chunks(address - 16, size, *asked_for(address, size), ranges)

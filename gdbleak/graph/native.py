@@ -15,9 +15,10 @@ from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import components as components_kernel
 from ..kernels import graph as graph_kernel
 from ..kernels import pointers as kernel
+from ..runtimes.luajit_flight import Chunks
 from ..target.target import Target
 from . import roots
-from .holders import Holders, take_objects_out
+from .holders import Holders, malloc_chunks, take_objects_out
 from .nodes import Nodes
 
 TILE = 100_000                  # rows a kernel call
@@ -97,6 +98,11 @@ class Native:
             head, tail = graph_kernel.bfs(self.begins, self.targets, head, tail, EDGES, seen, self._parent, self._order)
             channel.progress(f"{tail:,} blocks reached")
         return tail
+
+    def chunks_of(self, number: int) -> Chunks | None:
+        """What chunks can be those of VM `number` on malloc: which hold something that it names, and which only
+        registers and stacks lead to. None where its objects are no malloc blocks that are known."""
+        return malloc_chunks(self.vms[number], self.nodes, self.state == ON_STACK_ONLY)
 
     def rows_of(self, state: int) -> np.ndarray:
         """The rows in a state, ascending."""

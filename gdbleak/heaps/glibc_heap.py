@@ -12,6 +12,7 @@ from . import glibc_layouts as layouts
 from .blocks import Blocks, Check, Damage, Region
 
 NONCONTIGUOUS = 2               # malloc_state.flags
+_MIN_SIZE = 32                  # MINSIZE: no chunk is smaller
 
 
 @dataclass
@@ -161,3 +162,12 @@ class GlibcHeap:
         if self.parameters is not None:
             checks.append(Check("mmapped chunks = mp_.mmapped_mem", mmapped, int(self.parameters["mmapped_mem"])))
         return checks
+
+
+def asked_for(address: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The fewest and the most bytes that can have been asked for, of blocks in use by address and bytes of the chunk.
+
+    What is too small to be a chunk stays with the one that it was split off; a mapping of its own is whole pages.
+    """
+    whole = (address - 16 | size) & mmap.PAGESIZE - 1 == 0
+    return np.where(size <= _MIN_SIZE, 0, size - np.where(whole, 16 + mmap.PAGESIZE, 8 + _MIN_SIZE) + 1), size - 8

@@ -16,11 +16,12 @@ END, BAD, ABSENT, LOOP, BUDGET = range(5)
 
 # What an edge is. From 0 on: the row of the string that is the key.
 (ARRAY, METATABLE, ENVIRONMENT, PROTOTYPE, VALUE, CONSTANT, STACK, TRACE_LINK, CHUNK_NAME, KEY, OTHER_KEY,
- MEMBER) = range(-1, -13, -1)
+ MEMBER, CONTENT, COPY_ON_WRITE, DICT, METATABLE_DICT) = range(-1, -17, -1)
 UPVALUE = -1000                # UPVALUE - k: upvalue k of a function
 
 FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata_env", "GCudata_len",
-          "GCudata_metatable",
+          "GCudata_metatable", "GCudata_udtype", "SBuf_b", "SBuf_e", "SBuf_L", "SBufExt_cowref", "SBufExt_dict_str",
+          "SBufExt_dict_mt",
           "GCcdata_sizeof", "GCcdata_ctypeid", "GCproto_sizeof", "GCproto_k", "GCproto_sizekgc", "GCproto_sizept",
           "GCproto_trace", "GCproto_chunkname", "GCupval_sizeof", "GCupval_v", "GCfuncC_ffid", "GCfuncC_nupvalues",
           "GCfuncC_env", "GCfuncC_pc", "GCfuncC_upvalue", "GCfuncL_uvptr", "GCtab_sizeof", "GCtab_colo", "GCtab_array",
@@ -28,8 +29,9 @@ FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata
           "L_env", "L_stacksize", "L_base", "GCtrace_sizeof", "GCtrace_nins", "GCtrace_ir", "GCtrace_nk", "GCtrace_nsnap",
           "GCtrace_nsnapmap", "GCtrace_startpt", "GCtrace_link", "GCtrace_nextroot", "GCtrace_nextside",
           "SnapShot_sizeof", "family")
-(F_GC64, F_REF, F_STR_SIZEOF, F_STR_LEN, F_UD_SIZEOF, F_UD_ENV, F_UD_LEN, F_UD_META, F_CD_SIZEOF, F_CD_CTYPE,
- F_PT_SIZEOF, F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT, F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV,
+(F_GC64, F_REF, F_STR_SIZEOF, F_STR_LEN, F_UD_SIZEOF, F_UD_ENV, F_UD_LEN, F_UD_META, F_UD_TYPE, F_SB_B, F_SB_E, F_SB_L,
+ F_SB_COWREF, F_SB_DICT, F_SB_DICT_MT, F_CD_SIZEOF, F_CD_CTYPE, F_PT_SIZEOF, F_PT_K, F_PT_SIZEKGC, F_PT_SIZEPT,
+ F_PT_TRACE, F_PT_CHUNK, F_UV_SIZEOF, F_UV_V, F_FN_FFID, F_FN_NUPV,
  F_FN_ENV, F_FN_PC, F_FN_UPVALUE, F_FN_UVPTR, F_TAB_SIZEOF, F_TAB_COLO, F_TAB_ARRAY, F_TAB_META, F_TAB_NODE,
  F_TAB_ASIZE, F_TAB_HMASK, F_L_SIZEOF, F_L_TOP, F_L_STACK, F_L_OPENUPVAL, F_L_ENV, F_L_STACKSIZE, F_L_BASE, F_TR_SIZEOF,
  F_TR_NINS, F_TR_IR, F_TR_NK, F_TR_NSNAP, F_TR_NSNAPMAP, F_TR_STARTPT, F_TR_LINK, F_TR_NEXTROOT, F_TR_NEXTSIDE,
@@ -37,6 +39,11 @@ FIELDS = ("gc64", "ref", "GCstr_sizeof", "GCstr_len", "GCudata_sizeof", "GCudata
 
 _MASK47 = (1 << 47) - 1
 _VARIABLE = 0x80               # a cdata of variable length
+# GCudata.udtype: of a namespace of the FFI, whose environment is the table of what it has resolved; of what
+# string.buffer makes, whose payload is an SBufExt.
+C_LIBRARY, BUFFER = 2, 3
+_COW, _BORROW = 2, 4           # of SBuf.L: what the buffer shows is another object's, or another buffer's
+_MOST_BUFFER = 0x7fffff00      # LJ_MAX_BUF
 _IR_KGC, _IR_KNULL, _REF_BIAS = 24, 27, 0x8000        # lj_ir.h
 _WIDE, _WIDE_GC64 = 0x604208, 0x605fd9                  # IRT_IS64: the types whose constants take two slots
 
@@ -66,6 +73,24 @@ def _u32(halves, at):
 @helper
 def _u16(bytes, at):
     return int(bytes[at]) | int(bytes[at + 1]) << 8
+
+
+@helper
+def _string_buffer(f, bytes, halves, starts, ends, offsets, o, at):
+    """Byte offset of the SBufExt in the userdata at address `o`; -1 when it has none, or one that is not all there."""
+    size = f[F_SB_DICT_MT] + f[F_REF]
+    if bytes[at + f[F_UD_TYPE]] != BUFFER or f[F_SB_COWREF] < 0 or _u32(halves, at + f[F_UD_LEN]) < size:
+        return -1
+    return _at(starts, ends, offsets, o + f[F_UD_SIZEOF], size)
+
+
+@helper
+def _buffer_size(f, words, halves, place):
+    """The bytes of memory of its own that the SBufExt at byte offset `place` has."""
+    if _ref(f, words, halves, place + f[F_SB_L]) & (_COW | _BORROW):
+        return 0
+    size = _ref(f, words, halves, place + f[F_SB_E]) - _ref(f, words, halves, place + f[F_SB_B])
+    return size if 0 < size <= _MOST_BUFFER else 0
 
 
 @helper
@@ -109,20 +134,23 @@ def _size_of(f, bytes, halves, words, starts, ends, offsets, at, o, kind, marked
             total += 24 * (hmask + 1)
         return total
     if kind == UDATA:
-        return f[F_UD_SIZEOF] + _u32(halves, at + f[F_UD_LEN])
+        place = _string_buffer(f, bytes, halves, starts, ends, offsets, o, at)
+        return f[F_UD_SIZEOF] + _u32(halves, at + f[F_UD_LEN]) + \
+            (_buffer_size(f, words, halves, place) if place >= 0 else 0)
     return -1
 
 
 def _objects(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, ctypes: I64s,
-             o: I64, main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
-    """Follow the list of collectable objects from `o`; (n, next object, why it stopped).
+             o: I64, end: I64, main: I64, budget: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, n: I64):
+    """Follow the list of collectable objects from `o` to `end` (0, or where a ring began); (n, next object, why it
+    stopped).
 
     Fills rows from `n` on. Open upvalues, which only their thread lists, come after it. Of the `main` thread only the
     stack counts: its structure is part of GG_State. `ctypes`: size of each C type, int64.
     """
     goal = min(n + budget, len(address) - 1)
     header = 2 + f[F_REF]
-    while o != 0:
+    while o != end:
         if n >= goal:
             return n, o, BUDGET
         at = _at(starts, ends, offsets, o, 48 if f[F_GC64] else 24)
@@ -392,6 +420,19 @@ def _prototype_edges(f, bytes, words, halves, starts, ends, offsets, at, traces,
     return c
 
 
+@helper
+def _userdata_edges(f, bytes, words, halves, starts, ends, offsets, at, o, address, slots, targets, labels, c):
+    c = _put(address, slots, _ref(f, words, halves, at + f[F_UD_META]), METATABLE, targets, labels, c)
+    c = _put(address, slots, _ref(f, words, halves, at + f[F_UD_ENV]), ENVIRONMENT, targets, labels, c)
+    place = _string_buffer(f, bytes, halves, starts, ends, offsets, o, at)
+    if place >= 0:
+        if _ref(f, words, halves, place + f[F_SB_L]) & _COW:      # else it is a borrowed buffer's address
+            c = _put(address, slots, _ref(f, words, halves, place + f[F_SB_COWREF]), COPY_ON_WRITE, targets, labels, c)
+        c = _put(address, slots, _ref(f, words, halves, place + f[F_SB_DICT]), DICT, targets, labels, c)
+        c = _put(address, slots, _ref(f, words, halves, place + f[F_SB_DICT_MT]), METATABLE_DICT, targets, labels, c)
+    return c
+
+
 def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, traces: I64s,
            weak: U8s, address: I64s, kind: U8s, slots: I32s, first: I64, last: I64, begins: I32s, targets: I32s,
            labels: I32s, c: I64):
@@ -419,8 +460,8 @@ def _edges(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offs
                 c = _put_values(f, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_UV_V]), 1, VALUE, 0,
                                 address, slots, targets, labels, c)
             elif what == UDATA:
-                c = _put(address, slots, _ref(f, words, halves, at + f[F_UD_META]), METATABLE, targets, labels, c)
-                c = _put(address, slots, _ref(f, words, halves, at + f[F_UD_ENV]), ENVIRONMENT, targets, labels, c)
+                c = _userdata_edges(f, bytes, words, halves, starts, ends, offsets, at, o, address, slots, targets,
+                                    labels, c)
             elif what == PROTO:
                 if c + _u32(halves, at + f[F_PT_SIZEKGC]) + 64 > len(targets):
                     return -1 - row
@@ -482,22 +523,22 @@ def _put_lights(f, segments, words, starts, ends, offsets, start, count, label, 
 
 
 @helper
-def _put_payload(words, starts, ends, offsets, start, size, low, high, row, sources, values, labels, n):
-    """Append each aligned word of a payload that can be a pointer."""
+def _put_payload(words, starts, ends, offsets, start, size, label, step, low, high, row, sources, values, labels, n):
+    """Append each aligned word of a payload that can be a pointer; labels go down by `step` from one to the next."""
     for k in range(size >> 3):
         at = _at(starts, ends, offsets, start + 8 * k, 8)
         if at < 0 or at & 7:
             break
-        n = _put_native(words[at >> 3], low, high, row, NATIVE - k, sources, values, labels, n)
+        n = _put_native(words[at >> 3], low, high, row, label - step * k, sources, values, labels, n)
     return n
 
 
 def _natives(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, offsets: I64s, f: I64s, segments: I64s,
              low: I64, high: I64, address: I64s, size: I64s, kind: U8s, marked: U8s, slots: I32s, first: I64, last: I64,
              sources: I32s, values: I64s, labels: I32s, n: I64):
-    """List what objects [first, last) hold that can point into [low, high): words of cdata and userdata, the extra data of
-    threads, light userdata wherever values are. (row, value, label) from `n` on; how many there are then. All three must
-    have room for all words of the objects."""
+    """List what objects [first, last) hold that can point into [low, high): words of cdata, userdata and string
+    buffers, the extra data of threads, light userdata wherever values are. (row, value, label) from `n` on; how many
+    there are then. All three must have room for all words of the objects."""
     for row in range(first, last):
         o, what = address[row], int(kind[row])
         if what == STR or what == PROTO or what == TRACE:
@@ -510,11 +551,17 @@ def _natives(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, of
             if marked[row] & _VARIABLE:
                 before = _at(starts, ends, offsets, o - 8, 8)
                 length = _u32(halves, before + 4) if before >= 0 else 0
-            n = _put_payload(words, starts, ends, offsets, o + f[F_CD_SIZEOF], min(length, size[row]), low, high, row,
-                             sources, values, labels, n)
+            n = _put_payload(words, starts, ends, offsets, o + f[F_CD_SIZEOF], min(length, size[row]), NATIVE, 1, low,
+                             high, row, sources, values, labels, n)
         elif what == UDATA:
-            n = _put_payload(words, starts, ends, offsets, o + f[F_UD_SIZEOF], size[row] - f[F_UD_SIZEOF], low, high, row,
-                             sources, values, labels, n)
+            length = _u32(halves, at + f[F_UD_LEN])
+            n = _put_payload(words, starts, ends, offsets, o + f[F_UD_SIZEOF], min(length, size[row]), NATIVE, 1, low,
+                             high, row, sources, values, labels, n)
+            place = _string_buffer(f, bytes, halves, starts, ends, offsets, o, at)
+            if place >= 0:
+                length = _buffer_size(f, words, halves, place)
+                n = _put_payload(words, starts, ends, offsets, _ref(f, words, halves, place + f[F_SB_B]),
+                                 min(length, size[row]), CONTENT, 0, low, high, row, sources, values, labels, n)
         elif what == TAB:
             asize, hmask = _u32(halves, at + f[F_TAB_ASIZE]), _u32(halves, at + f[F_TAB_HMASK])
             if 8 * asize <= size[row]:
@@ -542,7 +589,8 @@ def _natives(bytes: U8s, halves: I32s, words: I64s, starts: I64s, ends: I64s, of
             n = _put_lights(f, segments, words, starts, ends, offsets, _ref(f, words, halves, at + f[F_UV_V]), 1, VALUE, 0,
                             low, high, row, sources, values, labels, n)
         elif what == THREAD:
-            n = _put_payload(words, starts, ends, offsets, o, f[F_L_SIZEOF], low, high, row, sources, values, labels, n)
+            n = _put_payload(words, starts, ends, offsets, o, f[F_L_SIZEOF], NATIVE, 1, low, high, row, sources, values,
+                             labels, n)
             stack = _ref(f, words, halves, at + f[F_L_STACK])
             top = words[(at + f[F_L_TOP]) >> 3] if f[F_GC64] else _u32(halves, at + f[F_L_TOP])
             count = min((top - stack) >> 3, _u32(halves, at + f[F_L_STACKSIZE]))

@@ -9,7 +9,7 @@ from ..graph.native import PENDING
 from ..kernels import luajit as kernel
 from ..runtimes import luajit_layouts, luajit_makers
 from ..runtimes.luajit import VM, ctype_table, finalizer_table, table_nodes
-from ..runtimes.luajit_flight import Flight, in_flight
+from ..runtimes.luajit_flight import Chunks, Flight, in_flight
 from ..runtimes.luajit_makers import Makers
 from ..runtimes.luajit_names import Names
 from ..target.address_space import Absent
@@ -25,7 +25,7 @@ def run(analysis: Analysis, arguments) -> Report:
     vms = need_vms(analysis)
     report = analysis.open_report("leak-gc")
     for number, vm in enumerate(vms):
-        say_vm(report, vm, number, len(vms))
+        say_vm(report, analysis, number)
         _totals(report, vm)
         report.say()
         report.add(_types(vm))
@@ -67,8 +67,9 @@ def need_vms(analysis: Analysis) -> list[VM]:
     return vms
 
 
-def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
-    """Say which VM this is, how its layout is known, and whether its sum closes."""
+def say_vm(report: Report, analysis: Analysis, number: int) -> None:
+    """Say which VM number `number` is, how its layout is known, and whether its sum closes."""
+    vm, count = analysis.luajit[number], len(analysis.luajit)
     which = f" {number + 1} of {count}" if count > 1 else ""
     owner = f" of {vm.owner}" if vm.owner else ""
     references = "GC64" if vm.layout.gc64 else "32-bit references"
@@ -81,7 +82,8 @@ def say_vm(report: Report, vm: VM, number: int, count: int) -> None:
             "gap": check.gap}
     report.add(Data(item))
     if check.gap:
-        flight = in_flight(vm, check.gap)
+        chunks = Chunks.of_lj_alloc(vm) if vm.allocator else analysis.native.chunks_of(number)
+        flight = in_flight(vm, check.gap, chunks) if chunks else None
         item["explained"] = _is_explained(vm, flight)
         item["in_flight"] = [{"address": address, "bytes": size} for address, size in flight.chunks] if flight else []
         report.say(f"  self-check {'does not close, and why is known' if item['explained'] else 'FAILED'}: gc.total: "
@@ -131,7 +133,7 @@ def _under_way(flight: Flight):
     if flight.gone:
         yield "what is freed or moved, and named still: " + _listed(flight.gone)
     if flight.swept:
-        yield "a string that is counted out, and not unlinked yet: " + _listed(flight.swept)
+        yield "what is counted out, and named still: " + _listed(flight.swept)
     if flight.unfinished:
         yield "a function whose upvalues are not set yet: " + _listed(flight.unfinished)
 
@@ -225,7 +227,7 @@ def _refined(vm: VM, top: int) -> list[Table]:
     for kind, title, name_of in ((kernel.CDATA, f"cdata by C type (names from the VM's table of {known:,} C types, "
                                                 f"{size:,} bytes)", names.ctype_of),
                                  (kernel.UDATA, "userdata by metatable",
-                                  lambda row: names.metatable_name(row) or "(no name)"),
+                                  lambda row: names.userdata(row) or "(no name)"),
                                  (kernel.FUNC, "functions by where they begin", names.function)):
         rows = [(name_of(int(row)), int(vm.objects.size[row])) for row in np.flatnonzero(vm.objects.kind == kind)]
         tables.append(_counted(kernel.KINDS[kind], title, rows, top))

@@ -29,7 +29,7 @@ def run(analysis: Analysis, arguments) -> Report:
                       f"Each Lua object once, {how}; siblings of the same shape are one frame (bytes as LuaJIT accounts them, "
                       "measured)")
     for number, vm in enumerate(vms):
-        say_vm(report, vm, number, len(vms))
+        say_vm(report, analysis, number)
         folded = Folded(vm, arguments.dominators)
         frames = folded.add_to(profile, [f"VM {number + 1}"] if len(vms) > 1 else [])
         report.say()

@@ -23,7 +23,7 @@ def run(analysis: Analysis, arguments) -> Report:
     report = analysis.open_report("leak-gc-stacks")
     vms = need_vms(analysis)
     for number, vm in enumerate(vms):
-        say_vm(report, vm, number, len(vms))
+        say_vm(report, analysis, number)
         stacks: Counter = Counter()
         first: dict[tuple, int] = {}
         names = Names(vm)

@@ -17,8 +17,9 @@ import numpy as np
 from .. import channel
 from ..heaps import lj_alloc
 from ..heaps.blocks import Check, reserve
-from ..heaps.glibc_heap import GlibcHeap
+from ..heaps.glibc_heap import GlibcHeap, asked_for
 from ..graph.graph import Graph
+from ..kernels import chunks
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
 from ..target.target import Target
@@ -27,8 +28,6 @@ from . import luajit_layouts as layouts
 TILE = 200_000
 GC_STATES = ("pause", "propagate", "atomic", "sweep strings", "sweep", "finalize")
 _FINALIZER_ROOT = 38                                 # gcroot[38], where CTState has no `finalizer`
-_UDTYPE_BUFFER = 3                                   # GCudata.udtype of what string.buffer makes
-_SBUF_NOT_ITS_OWN = 6                                # of SBuf.L: SBUF_FLAG_COW, SBUF_FLAG_BORROW
 _MM_MODE = 3                                         # MM_mode: gcroot[3] is the string "__mode"
 
 
@@ -64,6 +63,7 @@ class VM:
     g: int
     layout: SimpleNamespace
     found_by: str
+    heaps: list[GlibcHeap] = field(default_factory=list)        # malloc's
     owner: str = ""                                   # the nginx module whose VM it is, when one's configuration names it
     notes: list[str] = field(default_factory=list)
     string_buckets: int = 0
@@ -100,19 +100,15 @@ class VM:
         return kernel.find(self.objects.address, self.objects.slots, address)
 
     def row_holding(self, address: int) -> int:
-        """The row of the object whose own bytes hold `address`, or -1.
-        (Array and hash parts of tables lie elsewhere.)"""
-        row = self.row(address)
-        if row >= 0:
-            return row
-        objects = self.objects
-        before = objects.address <= address
+        """The row of the object that has `address` among its bytes, in whichever of its blocks, or -1."""
+        if self.main <= address < self.main + self.layout.L_sizeof:
+            return self.row(self.main)
+        start, size, row = self.blocks
+        before = start <= address
         if not before.any():
             return -1
-        row = int(np.argmax(np.where(before, objects.address, 0)))
-        own = {kernel.THREAD: self.layout.L_sizeof,
-               kernel.TAB: self.layout.GCtab_sizeof}.get(int(objects.kind[row]), int(objects.size[row]))
-        return row if address < int(objects.address[row]) + own else -1
+        last = int(np.argmax(np.where(before, start, 0)))
+        return int(row[last]) if address < int(start[last] + size[last]) else -1
 
     def runs(self, pc: int) -> bool:
         """Whether code address `pc` is LuaJIT's own or machine code that it made."""
@@ -175,6 +171,11 @@ class VM:
         return Check("gc.total", self.accounted, self.total)
 
     @cached_property
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Every block of memory that the VM's lists and structures name, as `blocks` gives them."""
+        return blocks(self)
+
+    @cached_property
     def graph(self):
         """The references between the objects, `graph.Graph`, with the roots."""
         return _Graph(self).run()
@@ -189,6 +190,7 @@ def find(target: Target, heaps: list[GlibcHeap]) -> list[VM]:
         for main in _plausible(target, candidates):
             vm = None if main in found else _vm_at(target, main, how)
             if vm is not None:
+                vm.heaps = heaps
                 found[main] = vm
     return [found[main] for main in sorted(found)]
 
@@ -296,7 +298,8 @@ class _List:
         self.buffer = buffer_of(vm)
         self._strings()
         self._list(vm.g + self.layout.g_gc + self.layout.GCState_root, "the list of objects")
-        self._finalizable()
+        self._list(vm.g + self.layout.g_gc + self.layout.GCState_mmudata, "the ring of what waits for its finalizer",
+                   ring=True)
         n = self.n
         slots = np.full(1 << max(int(2 * n).bit_length(), 8), -1, np.int32)
         twice = kernel.index(self.address, n, slots)
@@ -304,12 +307,13 @@ class _List:
             vm.notes.append(f"{twice:,} objects are listed twice: the lists of objects are damaged")
         return Objects(self.address[:n], self.size[:n], self.kind[:n], self.marked[:n], slots)
 
-    def _list(self, head: int, name: str) -> None:
+    def _list(self, head: int, name: str, ring: bool = False) -> None:
         vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
         o, f, types = vm.ref(head), vector(vm), ctype_sizes(vm)
-        newest = o
+        newest, end, budget = o, 0, 1 if ring else TILE          # of a ring the first object by itself, then to it
         while True:
-            self.n, o, why = kernel.objects(*self.buffer, f, types, o, vm.main, TILE, *rows, self.n)
+            self.n, o, why = kernel.objects(*self.buffer, f, types, o, end, vm.main, budget, *rows, self.n)
+            end, budget = newest if ring else 0, TILE
             if why == kernel.BAD and o == newest:
                 vm.notes.append(f"the newest object, at {o:#x}, is in the list already and has no type yet")
                 newest, o = 0, vm.ref(o)
@@ -340,13 +344,8 @@ class _List:
         """List the strings of the other table too, each once, where a stop has caught LuaJIT moving all strings into
         a table of twice or half the size: it is a chunk of that size that is full of strings."""
         vm, rows = self.vm, (self.address, self.size, self.kind, self.marked)
-        heap = lj_alloc.read(vm.target, vm.target.word(vm.g + self.layout.g_allocd) or 0)
-        if heap is None:
-            return
-        chunk, _, least, most = lj_alloc.chunks(vm.target, heap)
         for count in (2 * buckets, buckets // 2):
-            size = self.layout.ref * count
-            for other in (chunk[(least <= size) & (size <= most)] + 16).tolist():
+            for other in self._blocks_of(self.layout.ref * count):
                 n, _, bad = kernel.strings(*self.buffer, vector(vm), other, count, *rows, self.n)
                 if other != table and n > self.n and bad <= 1:
                     _, first = np.unique(self.address[:n], return_index=True)
@@ -357,27 +356,20 @@ class _List:
                                     f"to one at {other:#x}, of {count:,}: those of both are listed")
                     return
 
-    def _finalizable(self) -> None:
-        """Userdata that wait for their finalizer are on a ring of their own."""
-        vm, layout = self.vm, self.layout
-        try:
-            last = o = vm.ref(vm.g + layout.g_gc + layout.GCState_mmudata)
-            while o:
-                kind, size = vm.u8(o + layout.ref + 1), 0
-                if kind == kernel.UDATA:
-                    size = layout.GCudata_sizeof + vm.u32(o + layout.GCudata_len)
-                elif kind == kernel.CDATA:
-                    size = layout.GCcdata_sizeof + int(ctype_sizes(vm)[int.from_bytes(
-                        vm.target.space.read(o + layout.GCcdata_ctypeid, 2), "little")])
-                row = self.n
-                self.address[row], self.size[row], self.kind[row] = o, size, kind
-                self.marked[row] = vm.u8(o + layout.ref)
-                self.n += 1
-                o = vm.ref(o)
-                if o == last:
-                    break
-        except (Absent, IndexError):
-            vm.notes.append("the ring of userdata to be finalized is damaged")
+
+    def _blocks_of(self, size: int) -> list[int]:
+        """The addresses of the blocks in use that can be of `size` bytes."""
+        vm = self.vm
+        heap = lj_alloc.read(vm.target, vm.target.word(vm.g + self.layout.g_allocd) or 0)
+        if heap is not None:
+            chunk, _, least, most = lj_alloc.chunks(vm.target, heap)
+            return (chunk[(least <= size) & (size <= most)] + 16).tolist()
+        found = []
+        for blocks in (heap.blocks for heap in vm.heaps):
+            address = blocks.address[blocks.state == chunks.IN_USE].astype(np.int64)
+            least, most = asked_for(address, blocks.size[blocks.state == chunks.IN_USE].astype(np.int64))
+            found += address[(least <= size) & (size <= most)].tolist()
+        return found
 
 
 def string_table(vm: VM) -> tuple[int, int]:
@@ -473,7 +465,7 @@ def _parts(vm: VM) -> list[Part]:
         segments = vm.ref(g + layout.g_gc + layout.GCState_lightudseg)
         number = vm.u8(g + layout.g_gc + layout.GCState_lightudnum)
         parts.append(Part("light userdata segments", segments, 4 << max(number.bit_length(), 1) if segments else 0))
-    return parts + _string_buffers(vm)
+    return parts
 
 
 def _buffer(vm: VM, name: str, at: int) -> Part:
@@ -482,54 +474,46 @@ def _buffer(vm: VM, name: str, at: int) -> Part:
     return Part(name, begin, max(0, end - begin))
 
 
-def _string_buffers(vm: VM) -> list[Part]:
-    """What the buffers of the library `string.buffer` hold, but those that only show what another object holds."""
-    layout, objects, found = vm.layout, vm.objects, []
-    rows = objects.address[objects.kind == kernel.UDATA]
-    types, _ = vm.target.space.gather(rows.astype(np.uint64) + np.uint64(layout.GCudata_udtype), np.uint8)
-    for address in rows[types == _UDTYPE_BUFFER].tolist():
-        try:
-            if not vm.u32(address + layout.GCudata_sizeof + layout.SBuf_L) & _SBUF_NOT_ITS_OWN:
-                found.append(_buffer(vm, "string buffers", address + layout.GCudata_sizeof))
-        except Absent:
-            continue
-    return found
-
-
-def blocks(vm: VM, least: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(address, size) of every block of memory of at least `least` bytes that the VM's lists and structures name:
-    objects, the parts of tables that lie apart, stacks, its own buffers (both int64)."""
+def blocks(vm: VM, least: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(address, size, row) of every block of memory of at least `least` bytes that the VM's lists and structures name:
+    objects; the parts of tables that lie apart, stacks, what string buffers hold; and the VM's own parts, whose row is
+    -1 (all int64). The main thread's structure is in GG_State."""
     layout, objects = vm.layout, vm.objects
     rows = np.flatnonzero((objects.size >= least) & (objects.address != vm.main))
-    address, size = [objects.address[rows]], [objects.size[rows]]
-    tables, threads = objects.kind[rows] == kernel.TAB, objects.kind[rows] == kernel.THREAD
+    address, size, kind = objects.address[rows], objects.size[rows], objects.kind[rows]
+    found = [(address, size, rows)]
 
-    def values(of: np.ndarray, name: str, form: str) -> np.ndarray:
+    def values(of: np.ndarray, name: str, form: str = f"<u{layout.ref}") -> np.ndarray:
         at = of.astype(np.uint64) + np.uint64(getattr(layout, name))
         return vm.target.space.gather(at, form)[0].astype(np.int64)
 
-    def apart(of: np.ndarray, name: str, bytes_of: np.ndarray) -> None:
-        address.append(values(of[bytes_of > 0], name, f"<u{layout.ref}"))
-        size.append(bytes_of[bytes_of > 0])
+    def apart(of: np.ndarray, name: str, bytes_of: np.ndarray, rows: np.ndarray) -> None:
+        there = bytes_of > 0
+        found.append((values(of[there], name), bytes_of[there], rows[there]))
 
-    of = address[0][tables]
-    colo, asize, hmask = (values(of, f"GCtab_{name}", form)
+    mine = kind == kernel.TAB
+    colo, asize, hmask = (values(address[mine], f"GCtab_{name}", form)
                           for name, form in (("colo", "u1"), ("asize", "<u4"), ("hmask", "<u4")))
-    size[0][tables] = layout.GCtab_sizeof + 8 * (colo & 0x7f)
-    apart(of, "GCtab_array", np.where((colo == 0) | (colo > 127), 8 * asize, 0))
-    apart(of, "GCtab_node", np.where(hmask > 0, 24 * (hmask + 1), 0))
-    size[0][threads] = layout.L_sizeof
-    threads = np.concatenate([address[0][threads], [vm.main]])
-    apart(threads, "L_stack", 8 * values(threads, "L_stacksize", "<u4"))
-    address.append(np.array([part.address for part in vm.parts], np.int64))
-    size.append(np.array([part.size for part in vm.parts], np.int64))
-    address, size = np.concatenate(address), np.concatenate(size)
-    return address[size >= max(least, 1)], size[size >= max(least, 1)]
+    size[mine] = layout.GCtab_sizeof + 8 * (colo & 0x7f)
+    apart(address[mine], "GCtab_array", np.where((colo == 0) | (colo > 127), 8 * asize, 0), rows[mine])
+    apart(address[mine], "GCtab_node", np.where(hmask > 0, 24 * (hmask + 1), 0), rows[mine])
+    mine = kind == kernel.THREAD
+    size[mine] = layout.L_sizeof
+    threads = np.append(address[mine], vm.main)
+    apart(threads, "L_stack", 8 * values(threads, "L_stacksize", "<u4"), np.append(rows[mine], vm.row(vm.main)))
+    mine = kind == kernel.UDATA
+    whole, size[mine] = size[mine], layout.GCudata_sizeof + values(address[mine], "GCudata_len", "<u4")
+    apart(address[mine] + layout.GCudata_sizeof, "SBuf_b", whole - size[mine], rows[mine])
+    found.append((np.array([part.address for part in vm.parts], np.int64),
+                  np.array([part.size for part in vm.parts], np.int64), np.full(len(vm.parts), -1)))
+    address, size, rows = map(np.concatenate, zip(*found))
+    large = size >= max(least, 1)
+    return address[large], size[large], rows[large]
 
 
 def _direct_mappings(vm: VM, heap: lj_alloc.LjAlloc) -> list[tuple[int, int]]:
     """(start, size) of the mappings of single blocks, of which no list is kept: what is in them is known."""
-    address, _ = blocks(vm, lj_alloc.SHRUNK)
+    address, _, _ = blocks(vm, lj_alloc.SHRUNK)
     for segment in heap.segments:
         address = address[(address < segment.start) | (address >= segment.start + segment.size)]
     found = {lj_alloc.direct_mapping(vm.target, block) for block in address.tolist()}

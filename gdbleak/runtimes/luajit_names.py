@@ -13,7 +13,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
 _EDGES = {kernel.ARRAY: "[*]", kernel.OTHER_KEY: "[*]", kernel.MEMBER: "[*]", kernel.KEY: "[keys]",
           kernel.METATABLE: "(metatable)", kernel.ENVIRONMENT: "(environment)", kernel.PROTOTYPE: "(prototype)",
           kernel.VALUE: "(value)", kernel.CONSTANT: "(constants)", kernel.STACK: "(stack)",
-          kernel.TRACE_LINK: "(traces)", kernel.CHUNK_NAME: "(chunk name)"}
+          kernel.TRACE_LINK: "(traces)", kernel.CHUNK_NAME: "(chunk name)", kernel.CONTENT: "(content)",
+          kernel.COPY_ON_WRITE: "(copy-on-write)", kernel.DICT: "(dict)", kernel.METATABLE_DICT: "(metatable dict)"}
 _CT_NUM, _CT_STRUCT, _CT_PTR, _CT_ARRAY, _CT_VOID, _CT_ENUM, _CT_FUNC, _CT_TYPEDEF, _CT_ATTRIB = range(9)
 
 
@@ -113,14 +114,20 @@ class Names:
         if kind == kernel.CDATA:
             return f"cdata {self.ctype_of(row)}"
         if kind == kernel.UDATA:
-            return f"userdata {self.metatable_name(row)}".rstrip()
+            return f"userdata {self.userdata(row)}".rstrip()
         return kernel.KINDS[kind]
 
-    def metatable_name(self, row: int) -> str:
-        """What a userdata's metatable calls itself: __name, or the registry's name for it."""
-        vm = self.vm
+    def userdata(self, row: int) -> str:
+        """What a userdata is: by the library that made it, else what its metatable calls itself: __name, or the
+        registry's name for it."""
+        vm, address = self.vm, self.address(row)
         try:
-            metatable = vm.ref(self.address(row) + vm.layout.GCudata_metatable)
+            kind = vm.u8(address + vm.layout.GCudata_udtype)
+            if kind == kernel.BUFFER:
+                return "string.buffer"
+            if kind == kernel.C_LIBRARY:
+                return self._library(vm.target.space.word(address + vm.layout.GCudata_sizeof))
+            metatable = vm.ref(address + vm.layout.GCudata_metatable)
             if not metatable:
                 return ""
             value = table_get(vm, metatable, b"__name")
@@ -130,6 +137,14 @@ class Names:
             return self.registry_names.get(metatable, "")
         except Absent:
             return ""
+
+    def _library(self, handle: int) -> str:
+        """A namespace of the FFI by its handle, 0 for the default one, else a `struct link_map *`. Raises Absent."""
+        if not handle:
+            return "ffi.C"
+        space = self.vm.target.space
+        path = space.cstring(space.word(handle + 8), 256).decode("utf-8", "backslashreplace")
+        return "ffi.load " + path.rsplit("/")[-1]
 
     @property
     def registry_names(self) -> dict[int, str]:

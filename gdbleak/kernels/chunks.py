@@ -21,8 +21,9 @@ _ZERO, _ONE, _TWO, _THREE, _FOUR, _TWELVE = (np.uint64(k) for k in (0, 1, 2, 3, 
 ANCHORED = 255                 # of a chain of chunks: it leads to the end
 FRESH_SLOTS = 1 << 16
 # Of the walk's array form, in chunks: walked one by one at a time, looked ahead for, in a row of those followed side by
-# side, searched for the beginning of such a row; and how many more have to be plausible for one to be that.
-_BURST, _AHEAD, _LANE, _SEARCHED, _CONVINCING = 256, 200_000, 32, 4, 4
+# side, searched for the beginning of such a row; how many more have to be plausible for one to be that; and of how many
+# words chunks are too large for it to be worth while.
+_BURST, _AHEAD, _LANE, _SEARCHED, _CONVINCING, _LARGE = 256, 200_000, 32, 4, 4, 128
 _NOT7 = np.uint64(0xfffffffffffffff8)
 
 
@@ -54,7 +55,8 @@ def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, 
             return n, p, ABSENT
         i = ((offsets[k] + p - starts[k]) >> 3) + 1          # where its size is; the chunk is at (i << 3) - shift
         shift = (i << 3) - p
-        begin, walked, last, known = i, 0, (min(stop, ends[k] - 15) + shift + 7) >> 3, np.zeros(0, np.int64)
+        last, known = (min(stop, ends[k] - 15) + shift + 7) >> 3, np.zeros(0, np.int64)
+        begin, walked, looked_at, used = i, 0, 0, 0
         while i < last and n < goal:
             chunks = []
             append = chunks.append
@@ -73,13 +75,14 @@ def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, 
                 return n, (i << 3) - shift, FENCE if memory[i] & -8 == 16 else BAD_SIZE
             if i >= last or n >= goal:
                 break
-            if not len(known) or i > known[-1]:
+            if (not len(known) or i > known[-1]) and looked_at <= 2 * used:
                 known, breaks = _ahead(signed, i, last, (i - begin) // walked, min(64 * walked, goal - n, _AHEAD))
+                looked_at += len(known)
             at = np.searchsorted(known, i)
             if at < len(known) and known[at] == i:
                 count = min(int(breaks[np.searchsorted(breaks, at)] - at), goal - n)
                 _rows(*rows, n, known[at:at + count], count, shift)
-                n, walked, i = n + count, walked + count, int(known[at + count])
+                n, walked, used, i = n + count, walked + count, used + count, int(known[at + count])
         p = (i << 3) - shift
     return n, p, END if p >= stop else BUDGET
 
@@ -112,7 +115,7 @@ def _ahead(words, at, last, mean, count):
     """
     stride, window = _LANE * (mean + 1 & ~1), _SEARCHED * (mean + 1 & ~1)
     lanes = min(count // _LANE, (last - at) // stride - 1)
-    if lanes < 8:
+    if lanes < 8 or mean > _LARGE:
         return np.zeros(0, np.int64), None
     begin, end = at + stride, at + (lanes + 1) * stride
     grid = words[begin:end].reshape(lanes, stride)[:, :window:2].ravel()

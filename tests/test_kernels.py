@@ -90,6 +90,69 @@ def test_walk_of_random_words():
              (6, 7, 8, 12))
 
 
+def long_heap(random, contents, count=20_000):
+    """Words of `count` chunks in a row, one in ten of them free; `contents`: what may be in the blocks."""
+    units = random.choice([2, 3, 4, 5, 9, 17, 65, 300], count, p=[.2, .3, .15, .1, .1, .1, .04, .01])
+    begin = np.concatenate([[0], 2 * np.cumsum(units)])
+    words = random.choice(np.array(contents, np.uint64), begin[-1] + 2)
+    free = random.random(count) < 0.1
+    words[begin[:-1] + 1] = 16 * units + 1
+    words[begin[1:][free] + 1] &= np.uint64(0xfffffffffffffffe)
+    words[begin[1:][free]] = 16 * units[free]
+    words[begin[-1] + 1] = 0x11
+    return words, begin
+
+
+PLAUSIBLE = [0, 0x20, 0x21, 0x30, 0x31, 0x51, 0x61, 0x401, 1 << 46, (1 << 64) - 1]
+
+
+@pytest.mark.parametrize("contents", [[0], [0x21], [0x31], [0x21, 0x28], PLAUSIBLE], ids=str)
+def test_walk_of_many_chunks(contents):
+    """What is in the blocks looks like chunks, sizes are damaged, memory is missing."""
+    random = np.random.default_rng(4)
+    for damaged in (0, 1, 5, 200):
+        words, begin = long_heap(random, contents)
+        for place in random.choice(begin[100:-1], damaged, replace=False):
+            words[place + 1] = random.choice(np.array([0, 0x10, 0x18, 0x28, 0x41, 0x1001, 1 << 40, (1 << 64) - 1], np.uint64))
+        low, high = 1 << 20, (1 << 20) + 8 * len(words)
+        hole = low + 8 * int(random.choice(begin[1000:]))
+        two = [np.array(column, np.uint64) for column in ((low, hole + 16), (hole, high), (0, hole + 16 - low))]
+        one = [np.array([value], np.uint64) for value in (low, high, 0)]
+        for table in (one, two):
+            for budget in (len(words) // 4, 7000, 300):
+                for start in (0, int(begin[300])):
+                    same(chunks.walk, lambda: (words, *table, low + 8 * start, high, *scratch(len(words) // 4 + 3), 3, 2, budget,
+                                               np.zeros(2, np.uint64)), (6, 7, 8, 12))
+
+
+def test_walk_looks_ahead():
+    """Chunks in a row are found many at a time: those of `_ahead` lead from one to the next."""
+    words, begin = long_heap(np.random.default_rng(5), [0] * 8 + [0x28, 0x31, 1 << 46])
+    known, breaks = chunks._ahead(words.view(np.int64), 1, len(words), 20, len(begin))
+    whole = known[:breaks[0] + 1]
+    assert len(whole) > len(begin) / 4 and (whole == begin[:len(whole)] + 1).all()
+
+
+def test_follow_of_random_lists():
+    """Links that are safe-linked or not, to the chunk or to what the user has, and some that lead nowhere."""
+    random = np.random.default_rng(6)
+    for protect in (0, 1, 2, 3):
+        for _ in range(50):
+            words, begin = long_heap(random, [0], 40)
+            at = 4096 + 8 * begin[:-1] + 16
+            chain = random.permutation(at[1:])[:10].tolist()
+            for user, following in zip(chain, chain[1:] + [0]):
+                link = following - 16 if following and protect & 2 else following
+                link = random.choice([link, link, link, link, link, link, link, link + 8, 5, chain[0]])
+                words[user - 4096 >> 3] = link ^ (user >> 12 if protect & 1 else 0)
+            sizes = 8 * np.diff(begin).astype(np.uint64)
+            for only in (0, sizes[1]):
+                state = np.full(40, chunks.IN_USE, np.uint8)
+                state[random.integers(0, 40)] = chunks.FREE
+                same(chunks.follow, lambda: (*Space(words).buffer, chain[0], protect, at.astype(np.uint64), sizes, state.copy(), 0,
+                                             40, only, chunks.TCACHED, 1000), (8,))
+
+
 def test_reach_and_resume():
     random = np.random.default_rng(2)
     for _ in range(300):

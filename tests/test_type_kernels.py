@@ -178,6 +178,16 @@ def test_random_words():
         check_containers(memory)
 
 
+def test_blocks_of_zeros():
+    """Short and long ones, some with one word that is not zero."""
+    random = np.random.default_rng(4)
+    for _ in range(50):
+        memory = random_memory(random)
+        words = np.zeros(512, np.int64)
+        words[random.integers(0, 512, 8)] = 1
+        check_heads(memory.with_words(words))
+
+
 def make_list(memory, nodes, header, payload):
     """Put a list of these blocks, with its header at an address, into the words."""
     words, (start, *_) = memory.buffer[0], memory.buffer[1]

@@ -20,6 +20,10 @@ _U3, _U7, _U8, _U15, _U16, _U32 = (np.uint64(k) for k in (3, 7, 8, 15, 16, 32))
 _ZERO, _ONE, _TWO, _THREE, _FOUR, _TWELVE = (np.uint64(k) for k in (0, 1, 2, 3, 4, 12))
 ANCHORED = 255                 # of a chain of chunks: it leads to the end
 FRESH_SLOTS = 1 << 16
+# Of the walk's array form, in chunks: walked one by one at a time, looked ahead for, in a row of those followed side by
+# side, searched for the beginning of such a row; how many more have to be plausible for one to be that; and of how many
+# words chunks are too large for it to be worth while.
+_BURST, _AHEAD, _LANE, _SEARCHED, _CONVINCING, _LARGE = 256, 200_000, 32, 4, 4, 128
 _NOT7 = np.uint64(0xfffffffffffffff8)
 
 
@@ -39,47 +43,109 @@ def _row(address, first, last, user):
 
 
 def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, first, budget, notes):
-    """Python goes from header to header, NumPy does the rest for all chunks of one piece of memory at once."""
-    memory = memoryview(words)
+    """Python goes from header to header where it must, `_ahead` in many places at once where chunks are many."""
+    memory, signed = memoryview(words), words.view(np.int64)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
     p, stop, n, first = int(p), int(stop), int(n), int(first)
     goal = n + int(budget)
+    rows = words, address, size, state, first, notes
     while p < stop and n < goal:
         k = bisect.bisect_right(starts, p) - 1
         if k < 0 or p + 16 > ends[k]:
             return n, p, ABSENT
-        i, last = (offsets[k] + p - starts[k]) >> 3, min(stop, ends[k] - 15)
-        chunks = []
-        append = chunks.append
-        for _ in range(goal - n):
-            length = memory[i + 1] & -8
-            if length < 32 or length & 15 or length > stop - p:
+        i = ((offsets[k] + p - starts[k]) >> 3) + 1          # where its size is; the chunk is at (i << 3) - shift
+        shift = (i << 3) - p
+        last, known = (min(stop, ends[k] - 15) + shift + 7) >> 3, np.zeros(0, np.int64)
+        begin, walked, looked_at, used = i, 0, 0, 0
+        while i < last and n < goal:
+            chunks = []
+            append = chunks.append
+            for _ in range(min(goal - n, _BURST)):
+                length = memory[i] & -8
+                if length < 32 or length & 15 or length > stop + shift - (i << 3):
+                    break
+                append(i)
+                i += length >> 3
+                if i >= last:
+                    break
+            bad = i < last and len(chunks) < min(goal - n, _BURST)
+            _rows(*rows, n, np.array(chunks + [i] * bad, np.int64), len(chunks), shift)
+            n, walked = n + len(chunks), walked + len(chunks)
+            if bad:
+                return n, (i << 3) - shift, FENCE if memory[i] & -8 == 16 else BAD_SIZE
+            if i >= last or n >= goal:
                 break
-            append(p)
-            p += length
-            if p >= last:
-                break
-            i += length >> 3
-        bad = p < last and len(chunks) < goal - n
-        seen = np.array(chunks + [p] * bad, np.uint64)     # also what cannot be a chunk says whether the one before is in use
-        at = ((seen - np.uint64(starts[k]) + np.uint64(offsets[k])) >> _U3).astype(np.int64)
-        heads = words[at + 1]
-        sizes = heads & _NOT7
-        count = len(chunks)
-        address[n:n + count], size[n:n + count], state[n:n + count] = seen[:count] + _U16, sizes[:count], IN_USE
-        behind = n + np.flatnonzero(heads & _ONE == 0)      # rows whose predecessor is free
-        behind = behind[behind > first]
-        behind = behind[state[behind - 1] == IN_USE]
-        state[behind - 1] = FREE
-        wrong = behind[words[at[behind - n]] != size[behind - 1]]
-        if len(wrong):
-            if not notes[0]:
-                notes[1] = seen[wrong[0] - n]
-            notes[0] += np.uint64(len(wrong))
-        n += count
-        if bad:
-            return n, p, FENCE if memory[i + 1] & -8 == 16 else BAD_SIZE
+            if (not len(known) or i > known[-1]) and looked_at <= 2 * used:
+                known, breaks = _ahead(signed, i, last, (i - begin) // walked, min(64 * walked, goal - n, _AHEAD))
+                looked_at += len(known)
+            at = np.searchsorted(known, i)
+            if at < len(known) and known[at] == i:
+                count = min(int(breaks[np.searchsorted(breaks, at)] - at), goal - n)
+                _rows(*rows, n, known[at:at + count], count, shift)
+                n, walked, used, i = n + count, walked + count, used + count, int(known[at + count])
+        p = (i << 3) - shift
     return n, p, END if p >= stop else BUDGET
+
+
+def _rows(words, address, size, state, first, notes, n, at, count, shift):
+    """Fill rows from `n` on for `count` chunks whose sizes are words[at]. One more may be behind them, which cannot be a
+    chunk: it says, too, whether the one before it is in use."""
+    heads, new = words[at], slice(n, n + count)
+    np.left_shift(at[:count], 3, out=address[new].view(np.int64))
+    address[new] += np.uint64((16 - shift) & (1 << 64) - 1)
+    np.bitwise_and(heads[:count], _NOT7, out=size[new])
+    state[new] = IN_USE
+    behind = n + np.flatnonzero(heads & _ONE == 0)           # rows whose predecessor is free
+    behind = behind[behind > first]
+    behind = behind[state[behind - 1] == IN_USE]
+    state[behind - 1] = FREE
+    wrong = behind[words[at[behind - n] - 1] != size[behind - 1]]
+    if len(wrong):
+        if not notes[0]:
+            notes[1] = (int(at[wrong[0] - n]) << 3) - shift
+        notes[0] += np.uint64(len(wrong))
+
+
+def _ahead(words, at, last, mean, count):
+    """(places where chunks may be, ascending; which of them, by number, the next one is not right behind): the places of
+    their sizes in `words` (int64), from `at` on, about `count` chunks of `mean` words each.
+
+    Where a row of plausible sizes begins at regular distances, the rows are followed side by side. Nothing is known
+    of a place before the walk has come to it; then all up to the next break are chunks as well.
+    """
+    stride, window = _LANE * (mean + 1 & ~1), _SEARCHED * (mean + 1 & ~1)
+    lanes = min(count // _LANE, (last - at) // stride - 1)
+    if lanes < 8 or mean > _LARGE:
+        return np.zeros(0, np.int64), None
+    begin, end = at + stride, at + (lanes + 1) * stride
+    grid = words[begin:end].reshape(lanes, stride)[:, :window:2].ravel()
+    likely = np.flatnonzero(_small(grid, 8 * stride))
+    lane, column = np.divmod(likely, window // 2)
+    likely = begin + lane * stride + 2 * column
+    for _ in range(_CONVINCING):                             # what is no chunk often leads to one
+        heads = words.take(likely, mode="clip")
+        good = np.flatnonzero(_small(heads, 8 * stride) & (heads & 8 == 0))
+        lane, likely = lane[good], likely[good] + (heads[good] >> 3)
+    likely = np.unique(likely[np.flatnonzero(np.diff(lane, prepend=-1))])
+    likely = likely[:np.searchsorted(likely, end)]
+    i, limit, found = np.append(at, likely), np.append(likely, end), []
+    for _ in range(8 * _LANE):
+        found.append(i)
+        step = words[i] >> 3
+        i = i + step
+        going_on = np.flatnonzero((i < limit) & (step >= 4))
+        if not len(going_on):
+            break
+        i, limit = i[going_on], limit[going_on]
+    known = np.sort(np.concatenate(found))
+    step, distance = words[known[:-1]] >> 3, np.diff(known)
+    apart = np.flatnonzero((step != distance) | (distance < 4) | (distance & 1 != 0))
+    return known, np.append(apart, len(known) - 1)
+
+
+def _small(heads, most):
+    """Which words (int64) can be sizes of chunks of less than `most` bytes, whatever their flags."""
+    return (heads - 32).view(np.uint64) < most
 
 
 @kernel(_walk_array)
@@ -122,29 +188,31 @@ def walk(words: U64s, starts: U64s, ends: U64s, offsets: U64s, p: U64, stop: U64
 
 
 def _follow_array(words, starts, ends, offsets, user, protect, address, size, state, first, last, only, mark, limit):
-    memory = memoryview(words)
+    memory, address, size, state = (memoryview(array) for array in (words, address, size, state))
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
-    user, holder, count, total = int(user), 0, 0, 0
+    user, only, holder, count, total = int(user), int(only), 0, 0, 0
     while user:
         if count >= limit:
             return count, total, LOOP, user, holder
-        row = int(np.searchsorted(address[first:last], np.uint64(user))) + first
-        if row >= last or int(address[row]) != user:
+        row = bisect.bisect_left(address, user, first, last)
+        if row >= last or address[row] != user:
             return count, total, STRAY, user, holder
         if state[row] == mark:
             return count, total, LOOP, user, holder
-        if state[row] != IN_USE or (only and int(size[row]) != only):
+        if state[row] != IN_USE or (only and size[row] != only):
             return count, total, STRAY, user, holder
         k = bisect.bisect_right(starts, user) - 1
         if k < 0 or user + 8 > ends[k]:
             return count, total, ABSENT, user, holder
         state[row] = mark
         count += 1
-        total += int(size[row])
+        total += size[row]
         following = memory[(offsets[k] + user - starts[k]) >> 3]
-        if protect:
+        if protect & 1:
             following ^= user >> 12
-        holder, user = user, following + (16 if following and protect & 2 else 0)
+        if following and protect & 2:
+            following = following + 16 & (1 << 64) - 1
+        holder, user = user, following
     return count, total, END, 0, 0
 
 
@@ -187,23 +255,25 @@ def follow(words: U64s, starts: U64s, ends: U64s, offsets: U64s, user: U64, prot
 def _bin_array(words, starts, ends, offsets, head, limit):
     memory = memoryview(words)
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
-
-    def place(chunk):
-        k = bisect.bisect_right(starts, chunk) - 1
-        return (offsets[k] + chunk - starts[k]) >> 3 if k >= 0 and chunk + 32 <= ends[k] and not chunk & 15 else -1
-
-    head, previous, count, total = int(head), int(head), 0, 0
-    at = place(head)
-    if at < 0:
+    head = previous = int(head)
+    count = total = 0
+    k = bisect.bisect_right(starts, head) - 1
+    if k < 0 or head + 32 > ends[k]:
         return 0, 0, ABSENT, head, head
-    chunk = memory[at + 2]
+    low, high, delta = starts[k], ends[k] - 32, offsets[k] - starts[k]
+    chunk = memory[(head + delta >> 3) + 2]
     while chunk != head:
         if count >= limit:
             return count, total, LOOP, chunk, previous
-        at = place(chunk)
-        if at < 0:
+        if not low <= chunk <= high:
+            k = bisect.bisect_right(starts, chunk) - 1
+            if k < 0 or chunk > ends[k] - 32:
+                return count, total, STRAY, chunk, previous
+            low, high, delta = starts[k], ends[k] - 32, offsets[k] - starts[k]
+        if chunk & 15:
             return count, total, STRAY, chunk, previous
-        length = memory[at + 1] & ~7
+        at = chunk + delta >> 3
+        length = memory[at + 1] & -8
         if memory[at + 3] != previous or length < 32 or length & 15:
             return count, total, LOOP, chunk, previous
         count += 1

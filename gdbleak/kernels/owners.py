@@ -26,6 +26,10 @@ def _ones(x):
     return np.int64((((x + (x >> _FOUR)) & _EIGHTS) * _SUM) >> _U56)
 
 
+_counted = getattr(np, "bitwise_count", _ones)              # from NumPy 2.0 on
+PART = 1 << 15                  # values at a time: what is made of them stays in the cache
+
+
 @helper
 def owner(region_starts, region_ends, region_slots, bits, rank, address, size, value):
     """Row of the block that holds address `value`, or -1. Test first, outside, that it lies among the regions at all."""
@@ -41,15 +45,16 @@ def owner(region_starts, region_ends, region_slots, bits, rank, address, size, v
 
 
 def _index_array(region_starts, region_ends, region_slots, address, bits, rank):
-    region = np.searchsorted(region_starts, address, "right") - 1
-    slot = region_slots[region] + ((address - region_starts[region]) >> _FOUR)
-    word, bit = (slot >> _SIX).astype(np.int64), _ONE << (slot & _U63)
-    first = np.flatnonzero(np.diff(word, prepend=-1))
-    if len(first):
-        bits[word[first]] = np.bitwise_or.reduceat(bit, first)
-        counts = np.zeros(len(rank), np.int32)
-        counts[word[first]] = np.diff(first, append=len(word))
-        rank[1:] = np.cumsum(counts[:-1])
+    lead = (region_slots << _FOUR) - region_starts           # from an address to its place in bytes, over all regions
+    for k in range(0, len(address), PART):
+        part = address[k:k + PART]
+        slot = (part + lead[np.searchsorted(region_ends, part, "right")]) >> _FOUR
+        word = slot >> _SIX
+        new = np.flatnonzero(np.diff(word, prepend=~word[:1]))
+        bits[word[new]] |= np.bitwise_or.reduceat(_ONE << (slot & _U63), new)
+    for k in range(0, len(rank), PART):
+        total = np.cumsum(_counted(bits[k:k + PART]), dtype=np.int32)
+        rank[k + 1:k + 1 + PART] = rank[k] + total[:len(rank) - 1 - k]
 
 
 @kernel(_index_array)
@@ -73,13 +78,17 @@ def owners_array(region_starts, region_ends, region_slots, bits, rank, address, 
     rows[:] = -1
     if not len(address):
         return
-    region = np.searchsorted(region_starts, values, "right") - 1
-    found = np.flatnonzero(region >= 0)
-    found = found[values[found] < region_ends[region[found]]]
-    row = np.searchsorted(address, values[found], "right") - 1
-    row[row < 0] = 0
-    inside = values[found] - address[row] < size[row] - _U8
-    rows[found[inside]] = row[inside]
+    lead, behind = (region_slots << _FOUR) - region_starts, (region_slots << _FOUR) + (region_ends - region_starts)
+    for k in range(0, len(values), PART):
+        value = values[k:k + PART]
+        region = np.searchsorted(region_starts[1:], value, "right")
+        place = value + lead[region]
+        slot = place >> _FOUR
+        word = (slot >> _SIX).view(np.int64)
+        below = bits.take(word, mode="clip") & ((_TWO << (slot & _U63)) - _ONE)
+        row = rank.take(word, mode="clip") + _counted(below) - 1
+        inside = (place < behind[region]) & (value - address[row] < size[row] - _U8)     # no row: -1, and above
+        np.copyto(rows[k:k + PART], row, "same_kind", inside)
 
 
 @kernel(owners_array)

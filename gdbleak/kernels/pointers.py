@@ -7,6 +7,7 @@ Every aligned word that points into a block in use is one, to its beginning or t
 from __future__ import annotations
 
 import bisect
+from itertools import chain
 
 import numpy as np
 
@@ -19,6 +20,7 @@ NO_NODE = 255
 _ZERO, _ONE, _THREE, _U7, _U8 = (np.uint64(k) for k in (0, 1, 3, 7, 8))
 _NOT7 = np.uint64(0xfffffffffffffff8)
 _NOWHERE = np.uint64(0xffffffffffffffff)
+_STRETCH = 1 << 17              # words at a time, so that they stay in the cache
 
 
 @helper
@@ -38,42 +40,53 @@ def _pieces_in(starts, ends, offsets, low, high):
         k += 1
 
 
+def _pointing(words, low, high, offset, least, span):
+    """(their addresses, values) of the words of [low, high), at `offset` of the buffer, that are in [least, least + span):
+    stretch by stretch."""
+    end = (offset + high - low) >> 3
+    room = min(_STRETCH, end - (offset >> 3))
+    above, inside = np.empty(room, np.uint64), np.empty(room, bool)
+    for k in range(offset >> 3, end, _STRETCH):
+        part = words[k:min(k + _STRETCH, end)]
+        np.subtract(part, least, out=above[:len(part)])
+        np.less(above[:len(part)], span, out=inside[:len(part)])
+        hits = inside[:len(part)].nonzero()[0]
+        yield (hits << 3).view(np.uint64) + np.uint64(low + (k << 3) - offset), part[hits]
+
+
 def _edges_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, seen,
                  first, last, begins, targets, c, lost):
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    index = region_starts, region_ends, region_slots, bits, rank, address, size
     low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
-    regions = np.searchsorted(region_ends, address[first:last], "right")
     counts = np.zeros(last - first, np.int64)
     at = first
     while at < last:
-        region = regions[at - first]
-        behind = first + int(np.searchsorted(regions, region, "right"))
-        end = int(region_ends[region])
-        stop = np.minimum(address[at:behind] + size[at:behind] - _U8, np.uint64(end))
-        wanted = int((stop - address[at:behind]).sum()) >> 3 if len(starts) > 1 else 0
-        found = 0
-        for low, high, offset in _pieces_in(starts, ends, offsets, int(address[at]), int(stop[-1])):
-            values = words[offset >> 3:(offset + high - low) >> 3]
-            hits = np.flatnonzero(values - low_all < span)
-            places = np.uint64(low) + hits.astype(np.uint64) * _U8
-            source = np.searchsorted(address[at:behind], places, "right") - 1
-            inside = (places < stop[source]) & (seen[at + source] != NO_NODE)
-            source, values = at + source[inside], values[hits[inside]]
+        end = region_ends[np.searchsorted(region_ends, address[at], "right")]
+        behind = at + int(np.searchsorted(address[at:last], end))
+        start = address[at:behind]
+        stop = np.minimum(start + size[at:behind] - _U8, end)
+        stop = np.where(seen[at:behind] == NO_NODE, start, stop)
+        low, high = int(start[0]), int(stop.max())
+        there = list(_pieces_in(starts, ends, offsets, low, high))
+        for places, values in chain.from_iterable(_pointing(words, *one, low_all, span) for one in there):
+            source = np.searchsorted(start, places, "right") - 1
+            kept = np.flatnonzero(places < stop[source])
+            source, values = source[kept], values[kept]
             target = np.empty(len(values), np.int32)
-            owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values, target)
-            keep = (target >= 0) & (target != source)
-            keep[keep] = seen[target[keep]] != NO_NODE
-            target, source = target[keep], source[keep]
-            targets[c:c + len(target)] = target
-            counts += np.bincount(source - first, minlength=last - first)
-            c += len(target)
-            if wanted:
-                inside = (address[at:behind] < np.uint64(high)) & (stop > np.uint64(low))
-                found += int((np.minimum(stop[inside], np.uint64(high)) -
-                              np.maximum(address[at:behind][inside], np.uint64(low))).sum()) >> 3
-        if wanted > found:
-            lost[0] += 1
-            lost[1] += wanted - found
+            owners_array(*index, values, target)
+            kept = np.flatnonzero((target >= 0) & (target != at + source) & (seen[target] != NO_NODE))
+            targets[c:c + len(kept)] = target[kept]
+            c += len(kept)
+            if len(kept):
+                new = np.bincount(source[kept] - source[kept[0]])
+                counts[at - first + source[kept[0]]:][:len(new)] += new
+        if [(low, high)] != [one[:2] for one in there]:
+            absent = int((stop - start).sum()) >> 3
+            for low, high, _ in there:
+                begin, end = np.maximum(start, np.uint64(low)), np.minimum(stop, np.uint64(high))
+                absent -= int((end - begin)[begin < end].sum()) >> 3
+            lost += (absent > 0, absent)
         at = behind
     begins[first + 1:last + 1] = begins[first] + np.cumsum(counts)
     return c
@@ -131,17 +144,13 @@ def edges(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U
 def _pointers_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, seen,
                     start, stop, places, rows, n):
     low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
-    for low, high, offset in _pieces_in(starts.tolist(), ends.tolist(), offsets.tolist(), int(start), int(stop)):
-        values = words[offset >> 3:(offset + high - low) >> 3]
-        hits = np.flatnonzero(values - low_all < span)
-        found = np.empty(len(hits), np.int32)
-        owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values[hits], found)
-        keep = found >= 0
-        keep[keep] = seen[found[keep]] != NO_NODE
-        hits, found = hits[keep], found[keep]
-        places[n:n + len(hits)] = np.uint64(low) + hits.astype(np.uint64) * _U8
-        rows[n:n + len(hits)] = found
-        n += len(hits)
+    there = _pieces_in(starts.tolist(), ends.tolist(), offsets.tolist(), int(start), int(stop))
+    for at, values in chain.from_iterable(_pointing(words, *one, low_all, span) for one in there):
+        found = np.empty(len(values), np.int32)
+        owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values, found)
+        kept = np.flatnonzero((found >= 0) & (seen[found] != NO_NODE))
+        places[n:n + len(kept)], rows[n:n + len(kept)] = at[kept], found[kept]
+        n += len(kept)
     return n
 
 
@@ -181,21 +190,21 @@ def pointers(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts
 def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, begins, parent,
                 via, first, last, base):
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
+    low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
     pointing = first + np.flatnonzero(begins[first + 1:last + 1] > begins[first:last])
     region_at = np.searchsorted(region_ends, address[pointing], "right")
     for region in np.unique(region_at):
         rows = pointing[region_at == region]
         stop = np.minimum(address[rows] + size[rows] - _U8, region_ends[region])
-        for low, high, offset in _pieces_in(starts, ends, offsets, int(address[rows[0]]), int(stop[-1])):
-            values = words[offset >> 3:(offset + high - low) >> 3]
-            hits = np.flatnonzero(values - region_starts[0] < region_ends[-1] - region_starts[0])
-            places = np.uint64(low) + hits.astype(np.uint64) * _U8
+        there = _pieces_in(starts, ends, offsets, int(address[rows[0]]), int(stop[-1]))
+        for places, values in chain.from_iterable(_pointing(words, *one, low_all, span) for one in there):
             source = np.searchsorted(address[rows], places, "right") - 1
             inside = places < stop[source]
-            source, places, values = rows[source[inside]], places[inside], values[hits[inside]]
+            source, places, values = rows[source[inside]], places[inside], values[inside]
             target = np.empty(len(values), np.int32)
             owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values, target)
-            used = np.flatnonzero((target >= 0) & (parent[target] == source))[::-1]     # the first one is written last
+            used = np.flatnonzero((target >= 0) & (parent[target] == source) & (via[target] == 1))[::-1]
+            # The first one is written last.
             via[target[used]] = base - ((places[used] - address[source[used]]) >> _THREE).astype(np.int64)
     return last
 

@@ -17,16 +17,18 @@ from .pieces import at_most, piece
 
 
 def _candidates_array(words, starts, ends, offsets, address, size, state, header, page, found):
-    n = 0
-    for k in range(0, len(address), 1 << 18):
-        users = address[k:k + (1 << 18)]
-        piece = np.maximum(np.searchsorted(starts, users, "right") - 1, 0)
-        whole = (users >= starts[piece]) & (users + 48 <= ends[piece]) & (state[k:k + (1 << 18)] == IN_USE)
-        rows = np.flatnonzero(whole & (size[k:k + (1 << 18)] >= header + 16))
-        users, piece = users[rows], piece[rows]
-        at = (offsets[piece] + users - starts[piece]) >> 3
-        last, end, most = words[at], words[at + 1], words[at + 4]
-        good = (users + header <= last) & (last <= end) & (end - users <= size[k:k + (1 << 18)][rows] - 8)
+    n, lead = 0, offsets - starts
+    for k in range(0, len(address), 1 << 15):
+        users, room = address[k:k + (1 << 15)], size[k:k + (1 << 15)] - 8
+        piece = np.searchsorted(starts[1:], users, "right")
+        last = words.take((users + lead[piece]) >> 3, mode="clip")
+        rows = np.flatnonzero((last - users - header).view(np.uint64) <= room.view(np.uint64))     # this leaves few
+        users, room, piece, last = users[rows], room[rows], piece[rows], last[rows]
+        good = (users >= starts[piece]) & (users + 48 <= ends[piece]) & (state[k + rows] == IN_USE) & (room >= header + 8)
+        rows, users, room, last, piece = rows[good], users[good], room[good], last[good], piece[good]
+        at = (users + lead[piece]) >> 3
+        end, most = words[at + 1], words[at + 4]
+        good = (users + header <= last) & (last <= end) & (end - users <= room)
         good &= most == np.minimum(end - users - header, page - 1)
         rows = rows[good] + k
         found[n:n + len(rows)] = rows

@@ -17,6 +17,7 @@ NOT_IN_USE, ABSENT, OTHER, TEXT, ZEROS, SECOND, INTEGER, FOUND = -1, 0, 1, 2, 3,
 
 TEXT_WORDS = 8                     # of a block must be text for it to be text
 ZERO_WORDS = 1 << 17               # of a block must be zeros for it to be zeros
+_FEW_WORDS = 16                    # so many are looked at of many blocks at once
 _ASN1_INTEGERS = (2, 0x102)        # V_ASN1_INTEGER, V_ASN1_NEG_INTEGER
 _LONGEST_INTEGER = 64
 _HASHING = -7046029254386353131    # 2^64 / golden ratio
@@ -77,6 +78,18 @@ def _text_array(words, at, count, short):
     return found
 
 
+def _zeros_array(words, at, count):
+    """Which blocks are zeros up to their `count`-th word, or the last that is looked at."""
+    found = np.zeros(len(at), bool)
+    for k in range(0, len(at), 1 << 16):
+        part = slice(k, k + (1 << 16))
+        columns = np.minimum(np.arange(_FEW_WORDS), count[part, None] - 1)
+        found[part] = ~words[at[part, None] + columns].any(axis=1)
+    for j in np.flatnonzero(found & (count > _FEW_WORDS)).tolist():
+        found[j] = not words[at[j]:at[j] + min(count[j], ZERO_WORDS)].any()
+    return found
+
+
 def _heads_array(words, starts, ends, offsets, module_starts, module_ends, address, size, seen, code, slots, found, n):
     code[:] = NOT_IN_USE
     rows = np.flatnonzero(seen != NO_NODE)
@@ -96,8 +109,7 @@ def _heads_array(words, starts, ends, offsets, module_starts, module_ends, addre
     text = left & _text_array(words, at, np.minimum(count, TEXT_WORDS), size[rows] == 32)
     left &= ~text
     zeros = left & (one == 0) & (two == 0) & (behind <= ends[k])
-    for j in np.flatnonzero(zeros):
-        zeros[j] = not words[at[j]:at[j] + min(count[j], ZERO_WORDS)].any()
+    zeros[zeros] = _zeros_array(words, at[zeros], count[zeros])
     left &= ~zeros & ((one != 0) | (two != 0))
     integer = left & np.isin(two >> 32, _ASN1_INTEGERS) & (two & 0xffffffff <= _LONGEST_INTEGER)
     second = left & ~integer & _in_array(module_starts, module_ends, two)

@@ -24,6 +24,13 @@ class Tree:
     via: np.ndarray
     seen: np.ndarray
     root: int = -1                 # a row in it that stands for all roots
+    weights: tuple[np.ndarray, np.ndarray] | None = None      # what `weigh` found, where it is known already
+
+    def weigh(self, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """By row: the sum of `size` (int64) over the row and all below it; how many right below it have names as labels."""
+        below, named = size.astype(np.int64), np.zeros(len(size), np.int32)
+        kernel.weigh(self.order, self.count, self.parent, self.via, below, named)
+        return below, named
 
 
 @dataclass
@@ -141,10 +148,7 @@ def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, mem
     """A tree with rows of the same shape as one group. `root_groups`: the group of each root (a root's row has -1 - its number
     as `parent`); `root_rows`: a row for each of these groups."""
     rows = len(tree.parent)
-    below = size.astype(np.int64)
-    kernel.sum_tree(tree.order, tree.count, tree.parent, below)
-    named = np.zeros(rows, np.int32)
-    kernel.count_named(tree.order, tree.count, tree.parent, tree.via, named)
+    below, named = tree.weights or tree.weigh(size)
     room = max(tree.count + len(root_rows) + 1, 1024)
     arrays = [reserve(room, t) for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
     g_parent, _, _, _, _, _, g_row, _ = arrays

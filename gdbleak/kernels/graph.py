@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import I64, U8s, I32s, I64s, in_python, kernel
+from . import I64, U8s, I32s, I64s, N32s, in_python, kernel
 
 NATIVE = -(1 << 20)            # a label NATIVE - k: word k of a malloc block, or of a payload
 
@@ -31,7 +31,7 @@ def _bfs_array(begins, targets, head, tail, budget, seen, parent, order):
 
 
 @kernel(_bfs_array)
-def bfs(begins: I32s, targets: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, order: I32s):
+def bfs(begins: N32s, targets: N32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, order: N32s):
     """Go on breadth first from order[head:tail]; (head, tail) then. Stops after `budget` edges; done when head == tail.
 
     parent[row] is the row it was reached from first. Rows with another `seen` than 0 are not entered.
@@ -51,7 +51,7 @@ def bfs(begins: I32s, targets: I32s, head: I64, tail: I64, budget: I64, seen: U8
     return head, tail
 
 
-def _edges_used(begins: I32s, targets: I32s, labels: I32s, order: I32s, count: I64, parent: I32s, via: I32s, done: U8s):
+def _edges_used(begins: N32s, targets: N32s, labels: I32s, order: N32s, count: I64, parent: I32s, via: I32s, done: U8s):
     """The label of the edge by which each row was reached: the first from its parent to it. `done` comes zeroed."""
     for k in range(count):
         row = order[k]
@@ -63,14 +63,19 @@ def _edges_used(begins: I32s, targets: I32s, labels: I32s, order: I32s, count: I
     return count
 
 
-def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
-    """Add each row's `total` to its parent's, from the leaves up; `total` comes with each row's own value."""
+def _weigh(order: N32s, count: I64, parent: I32s, via: I32s, total: I64s, named: I32s):
+    """Add each row's `total` to its parent's, from the leaves up, and count in `named` the rows right below each that are
+    reached by a label that is a name (>= 0) or a place in a block (<= NATIVE). `total` comes with each row's own value,
+    `named` zeroed."""
     k = count - 1
     while k >= 0:
         row = order[k]
+        above = parent[row]
         k -= 1
-        if parent[row] >= 0:
-            total[parent[row]] += total[row]
+        if above >= 0:
+            total[above] += total[row]
+            if via[row] >= 0 or via[row] <= NATIVE:
+                named[above] += 1
     return count
 
 
@@ -84,19 +89,7 @@ def _sum_groups(parent: I32s, total: I64s):
     return len(parent)
 
 
-def _count_named(order: I32s, count: I64, parent: I32s, via: I32s, named: I32s):
-    """Count for each row those that are reached from it by a label that is a name (>= 0) or a place in a block (<= NATIVE);
-    how many in all."""
-    total = 0
-    for k in range(count):
-        row = order[k]
-        if (via[row] >= 0 or via[row] <= NATIVE) and parent[row] >= 0:
-            named[parent[row]] += 1
-            total += 1
-    return total
-
-
-def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
+def _fold(order: N32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
           named: I32s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
           g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
     """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
@@ -153,7 +146,6 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
 
 
 sum_groups = kernel(in_python(_sum_groups))(_sum_groups)
-count_named = kernel(in_python(_count_named))(_count_named)
 edges_used = kernel(in_python(_edges_used))(_edges_used)
-sum_tree = kernel(in_python(_sum_tree))(_sum_tree)
+weigh = kernel(in_python(_weigh))(_weigh)
 fold = kernel(in_python(_fold))(_fold)

@@ -213,6 +213,7 @@ def test_tree_of_a_process(native):
                 graph.NATIVE)
 
     same(pointers.used, start, (14,))
+    same(graph.sizes_of_pointing, lambda: (process.begins, nodes.size, np.zeros(len(process), np.int32)), (2,))
     for row in np.flatnonzero(tree.seen[:n])[:500].tolist():     # each step is a pointer that is there
         above = int(tree.parent[row])
         if 0 <= above < n:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import I64, U8s, I32s, I64s, N32s, in_python, kernel
+from . import I64, U8s, I32s, I64s, N32s, U64s, in_python, kernel
 
+_FOUR, _MOST_UNITS = np.uint64(4), np.uint64(1 << 30)
 NATIVE = -(1 << 20)            # a label NATIVE - k: word k of a malloc block, or of a payload
 
 
@@ -61,6 +62,24 @@ def _edges_used(begins: N32s, targets: N32s, labels: I32s, order: N32s, count: I
                 done[target] = 1
                 via[target] = labels[c]
     return count
+
+
+def _sizes_array(begins, size, detail):
+    rows = len(size)
+    pointing = begins[1:rows + 1] > begins[:rows]
+    detail[:rows] = np.where(pointing, np.minimum(size >> _FOUR, _MOST_UNITS), np.uint64(0)).astype(np.int32)
+    detail[:rows] -= ~pointing
+    return rows
+
+
+@kernel(_sizes_array)
+def sizes_of_pointing(begins: N32s, size: U64s, detail: I32s):
+    """The size of each block (chunk bytes / 16, 2^30 at most) that refers to others into `detail`, -1 for those that do not."""
+    for row in range(len(size)):
+        detail[row] = -1
+        if begins[row] < begins[row + 1]:
+            detail[row] = min(size[row] >> _FOUR, _MOST_UNITS)
+    return len(size)
 
 
 def _weigh(order: N32s, count: I64, parent: I32s, via: I32s, total: I64s, named: I32s):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gdbleak.graph.dominators import Dominators
-from gdbleak.graph.native import Native
+from gdbleak.graph.native import ON_STACK_ONLY, REACHED, Native
 from gdbleak.graph.process import Process
 from gdbleak.heaps import glibc
 from gdbleak.kernels import components, dominators, graph, owners, pointers
@@ -202,6 +202,26 @@ def test_pointers(native):
             same(pointers.pointers, lambda: (target.space.words, table.starts, table.ends, table.offsets, *nodes.index,
                                              nodes.seen, area.start, area.end, np.zeros(room, np.uint64),
                                              np.zeros(room, np.int32), 0), (14, 15))
+
+
+def test_states(native):
+    nodes, roots = native.nodes, native.roots
+
+    def start():
+        return (native.begins, native.targets, roots.row, 2, 10**9, nodes.seen.copy(), np.zeros(len(nodes), np.int32), 0)
+
+    assert same(graph.spread, start, (5,)) == 0
+    whole = networkx.DiGraph(list(zip(np.repeat(np.arange(len(nodes)), np.diff(native.begins)).tolist(), native.targets.tolist())))
+    whole.add_nodes_from(range(len(nodes)))
+    reached = set().union(*(networkx.descendants(whole, row) | {row} for row in set(roots.row.tolist())))
+    assert reached == set(np.flatnonzero(native.state == REACHED).tolist() + np.flatnonzero(native.state == ON_STACK_ONLY).tolist())
+    seen, waiting, depth, seeds = nodes.seen.copy(), np.zeros(len(nodes), np.int32), 0, roots.row
+    for turns in range(10**6):                            # a few edges at a time, as when many are followed
+        depth = graph.spread.compiled()(native.begins, native.targets, seeds, 2, 5, seen, waiting, depth)
+        seeds = seeds[:0]
+        if not depth:
+            break
+    assert turns > 10 and set(np.flatnonzero(seen == 2).tolist()) == reached
 
 
 def test_tree_of_a_process(native):

@@ -24,7 +24,7 @@ class Dominators:
         rows = len(begins) - 1
         self.number = number = np.full(rows, -1, np.int32)
         vertex, parent, cursor, first = (np.empty(rows, np.int32) for _ in range(4))
-        others = reserve(2 * int(begins[-1]), np.int32)
+        others = reserve(2 * int(begins[-1]), np.int32, dense=True)
         number[root], vertex[0], cursor[0], first[0] = 0, root, begins[root], -1
         at, count, n = 0, 1, 0
         while at >= 0:

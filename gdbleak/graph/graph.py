@@ -149,6 +149,7 @@ def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, mem
     as `parent`); `root_rows`: a row for each of these groups."""
     rows = len(tree.parent)
     below, named = tree.weights or tree.weigh(size)
+    tree.weights = None                                  # once is all that is asked for as a rule
     room = max(tree.count + len(root_rows) + 1, 1024)
     arrays = [reserve(room, t) for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
     g_parent, _, _, _, _, _, g_row, _ = arrays

@@ -52,6 +52,47 @@ def bfs(begins: N32s, targets: N32s, head: I64, tail: I64, budget: I64, seen: U8
     return head, tail
 
 
+def _spread_array(begins, targets, seeds, mark, budget, seen, waiting, depth):
+    """Over lists, and all at once: Python can be interrupted anywhere."""
+    starts, ends, marks, stack = begins.tolist(), targets.tolist(), bytearray(seen), waiting[:depth].tolist()
+    for row in seeds.tolist():
+        if not marks[row]:
+            marks[row] = mark
+            stack.append(row)
+    pop, push = stack.pop, stack.append
+    while stack:
+        row = pop()
+        for target in ends[starts[row]:starts[row + 1]]:
+            if not marks[target]:
+                marks[target] = mark
+                push(target)
+    seen[:] = np.frombuffer(marks, np.uint8)
+    return 0
+
+
+@kernel(_spread_array)
+def spread(begins: N32s, targets: N32s, seeds: N32s, mark: I64, budget: I64, seen: U8s, waiting: N32s, depth: I64):
+    """Put `mark` into `seen` of all that `seeds` and the rows of the stack waiting[:depth] reach and that is 0 there; how deep
+    the stack is then. Stops after `budget` edges; done at 0. `waiting` must have room for all rows."""
+    for k in range(len(seeds)):
+        if seen[seeds[k]] == 0:
+            seen[seeds[k]] = mark
+            waiting[depth] = seeds[k]
+            depth += 1
+    while depth > 0 and budget > 0:
+        depth -= 1
+        row = waiting[depth]
+        first, last = begins[row], begins[row + 1]
+        budget -= last - first + 1
+        for k in range(first, last):
+            target = targets[k]
+            if seen[target] == 0:
+                seen[target] = mark
+                waiting[depth] = target
+                depth += 1
+    return depth
+
+
 def _edges_used(begins: N32s, targets: N32s, labels: I32s, order: N32s, count: I64, parent: I32s, via: I32s, done: U8s):
     """The label of the edge by which each row was reached: the first from its parent to it. `done` comes zeroed."""
     for k in range(count):

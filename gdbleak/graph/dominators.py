@@ -30,10 +30,9 @@ class Dominators:
         while at >= 0:
             at, count, n = kernel.preorder(begins, targets, number, vertex, parent, cursor, first, others, at, count, n, TILE)
             channel.progress(f"{count:,} blocks and objects numbered")
-        self.vertex = vertex[:count].copy() if count < rows else vertex
-        semi, label, path, self.dominator = cursor[:count], *(np.empty(count, np.int32) for _ in range(3))
-        kernel.immediate(parent[:count], first[:count], others[:2 * n], count, semi, label, path, np.full(count, -1, np.int32),
-                         self.dominator)
+        self.vertex, self.dominator, semi = vertex[:count], first[:count], cursor[:count]
+        kernel.immediate(parent[:count], self.dominator, others[:2 * (n + count)], count, n, semi,
+                         *(np.empty(count, np.int32) for _ in range(2)))
 
     def __len__(self) -> int:
         return len(self.vertex)

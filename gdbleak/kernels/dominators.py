@@ -127,13 +127,12 @@ def _best(v, linked, semi, label, parent, path):
     return best
 
 
-def _immediate(parent: N32s, first: I32s, others: I32s, count: I64, semi: N32s, label: N32s, path: N32s, head: I32s,
-               dominator: I32s):
-    """The immediate dominator of each number into `dominator`, all by number.
+def _immediate(parent: N32s, first: I32s, others: I32s, count: I64, n: I64, semi: N32s, label: N32s, path: N32s):
+    """Turn `first` into the immediate dominators, all by number.
 
-    `parent`, `first` and `others` as `preorder` gives them; `parent` is changed. `head` comes as -1; `semi`, `label` and `path`
-    are scratch. All but `others` have `count` items. A number is linked to its parent when its semidominator is known, from
-    the last down; those that wait for their dominator are a list too, `head` and, for now, `dominator`.
+    `parent`, `first`, `others` and `n` are as `preorder` left them; all are changed. `semi`, `label` and `path` are scratch.
+    All but `others` have `count` items, that has room for so many more edges. From the last number down, each is linked to
+    its parent once its semidominator is known, and waits there for its dominator: in the list of edges, as -1 - its number.
     """
     w = count - 1
     while w > 0:
@@ -141,28 +140,25 @@ def _immediate(parent: N32s, first: I32s, others: I32s, count: I64, semi: N32s, 
         least, k = above, first[w]
         while k >= 0:
             v, k = others[2 * k], others[2 * k + 1]
+            if v < 0:
+                v = -1 - v
+                u = _best(v, w + 1, semi, label, parent, path)
+                first[v] = u if semi[u] < w else w
+                continue
             if v > w:
                 v = semi[_best(v, w + 1, semi, label, parent, path)]
             if v < least:
                 least = v
-        semi[w], label[w] = least, w
-        if least == above:
-            dominator[w] = above
-        else:
-            dominator[w] = head[least]
-            head[least] = w
-        v = head[above]
-        while v >= 0:
-            following = dominator[v]
-            u = _best(v, w, semi, label, parent, path)
-            dominator[v] = u if semi[u] < semi[v] else above
-            v = following
-        head[above] = -1
+        semi[w], label[w], first[w] = least, w, least
+        if least != above and least > 0:
+            others[2 * n], others[2 * n + 1] = -1 - w, first[least]
+            first[least] = n
+            n += 1
         w -= 1
-    dominator[0] = 0
+    first[0] = 0
     for w in range(1, count):
-        if dominator[w] != semi[w]:
-            dominator[w] = dominator[dominator[w]]
+        if first[w] != semi[w]:
+            first[w] = first[first[w]]
     return count
 
 
@@ -199,7 +195,7 @@ def _heavy(vertex: N32s, dominator: N32s, count: I64, high: U8s, below: I64s, la
 
 
 preorder = kernel(_preorder_array)(_preorder)
-immediate = kernel(_over_lists(_immediate, (8,)))(_immediate)
+immediate = kernel(_over_lists(_immediate, (1,)))(_immediate)
 retain = kernel(_over_lists(_retain, (2,)))(_retain)
 tree = kernel(_tree_array)(_tree)
 heavy = kernel(_heavy_array)(_heavy)

@@ -284,7 +284,7 @@ def test_forms_of_the_dominators(native):
     labels = labelled()
     dominators.tree(*labels)
     below = process.own.copy()
-    graph.weigh(vertex, count, *labels[6:], below, np.zeros(rows, np.int32))
+    graph.sum_tree(vertex, count, labels[6], below)
     assert (below[vertex[:count]] == process.dominators.retained(process.own)).all()
     high = (np.arange(count) % 3 == 0).astype(np.uint8)
     for large, several in ((10, -5000), (1 << 30, -5000), (1 << 30, -5)):        # some, all that can be, and more than there is room for

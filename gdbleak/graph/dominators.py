@@ -51,7 +51,7 @@ class Dominators:
         rows, root = len(self.number), int(self.vertex[0])
         found = Tree(self.vertex, len(self), np.full(rows, -1, np.int32), np.zeros(rows, np.int32), self.number >= 0, root)
         kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, found.parent, found.via)
-        found.weights = below, _ = found.weigh(own)
+        below = found.below = found.sums(own)
         high = np.zeros(len(self), np.uint8)                 # by number: the root, and the roots right below it
         top = np.flatnonzero(found.parent[roots] == root)
         high[0], high[self.number[roots[top]]] = 1, 1

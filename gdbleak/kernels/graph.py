@@ -123,20 +123,28 @@ def sizes_of_pointing(begins: N32s, size: U64s, detail: I32s):
     return len(size)
 
 
-def _weigh(order: N32s, count: I64, parent: I32s, via: I32s, total: I64s, named: I32s):
-    """Add each row's `total` to its parent's, from the leaves up, and count in `named` the rows right below each that are
-    reached by a label that is a name (>= 0) or a place in a block (<= NATIVE). `total` comes with each row's own value,
-    `named` zeroed."""
+def _sum_tree(order: N32s, count: I64, parent: I32s, total: I64s):
+    """Add each row's `total` to its parent's, from the leaves up; `total` comes with each row's own value."""
     k = count - 1
     while k >= 0:
         row = order[k]
-        above = parent[row]
         k -= 1
-        if above >= 0:
-            total[above] += total[row]
-            if via[row] >= 0 or via[row] <= NATIVE:
-                named[above] += 1
+        if parent[row] >= 0:
+            total[parent[row]] += total[row]
     return count
+
+
+def _count_named(order: N32s, count: I64, parent: I32s, via: I32s, named: U8s):
+    """Count for each row those right below it that are reached by a label that is a name (>= 0) or a place in a block
+    (<= NATIVE), up to 255; the most that any row has."""
+    most = 0
+    for k in range(count):
+        row = order[k]
+        above = parent[row]
+        if above >= 0 and (via[row] >= 0 or via[row] <= NATIVE) and named[above] < 255:
+            named[above] += 1
+            most = max(most, named[above])
+    return most
 
 
 def _sum_groups(parent: I32s, total: I64s):
@@ -150,13 +158,13 @@ def _sum_groups(parent: I32s, total: I64s):
 
 
 def _fold(order: N32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
-          named: I32s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
+          named: U8s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
           g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
     """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
 
     The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where
     a row has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's
-    bytes keeps its own, the others become `member`. A row that repeats the two steps above it (a linked list)
+    bytes (`below`, not looked at elsewhere) keeps its own, the others become `member`. A row that repeats the two steps above it (a linked list)
     joins its parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that of root k, which is
     parent[] = -1 - k of its row.
     """
@@ -207,5 +215,6 @@ def _fold(order: N32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
 
 sum_groups = kernel(in_python(_sum_groups))(_sum_groups)
 edges_used = kernel(in_python(_edges_used))(_edges_used)
-weigh = kernel(in_python(_weigh))(_weigh)
+count_named = kernel(in_python(_count_named))(_count_named)
+sum_tree = kernel(in_python(_sum_tree))(_sum_tree)
 fold = kernel(in_python(_fold))(_fold)

@@ -161,7 +161,7 @@ def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, mem
     group = np.full(rows, -1, np.int32)
     slots = reserve(1 << (2 * room).bit_length(), np.int32)
     n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
-                    root_groups, group, slots, *arrays, len(root_rows))
+                    root_groups, group, slots, reserve(room, np.int32), *arrays, len(root_rows))
     own = [array[:n].copy() for array in arrays]
     if tree.root >= 0:
         own[5][group[tree.root]] -= 1

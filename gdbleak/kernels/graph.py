@@ -158,15 +158,16 @@ def _sum_groups(parent: I32s, total: I64s):
 
 
 def _fold(order: N32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
-          named: U8s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
-          g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
+          named: U8s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, latest: I32s, g_parent: I32s,
+          g_label: I32s, g_kind: U8s, g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
     """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
 
     The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where
     a row has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's
-    bytes (`below`, not looked at elsewhere) keeps its own, the others become `member`. A row that repeats the two steps above it (a linked list)
-    joins its parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that of root k, which is
-    parent[] = -1 - k of its row.
+    bytes (`below`, not looked at elsewhere) keeps its own, the others become `member`. A row that repeats the two steps
+    above it (a linked list) joins its parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that
+    of root k, which is parent[] = -1 - k of its row. `slots`, a hash table of groups, and `latest`, the one right below each
+    that was met last, have 1 + the group and come zeroed.
     """
     mask = len(slots) - 1
     for k in range(count):
@@ -191,22 +192,25 @@ def _fold(order: N32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
             g_again[up] = 1
             g = up
         else:
-            h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^
-                 kind[row] * 0x27d4eb2f) & 0x7fffffffffff
-            h = (h ^ h >> 15) & mask
-            while slots[h] > 0:
+            g = latest[up] - 1
+            if g < 0 or g_label[g] != label or g_kind[g] != kind[row] or g_detail[g] != detail[row]:
+                h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^
+                     kind[row] * 0x27d4eb2f) & 0x7fffffffffff
+                h = (h ^ h >> 15) & mask
+                while slots[h] > 0:
+                    g = slots[h] - 1
+                    if (g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row]
+                            and g_detail[g] == detail[row]):
+                        break
+                    h = (h + 1) & mask
+                if slots[h] == 0:
+                    if n >= len(g_parent) or 2 * n > mask:
+                        return -1
+                    slots[h] = n + 1
+                    g_parent[n], g_label[n], g_kind[n], g_detail[n], g_row[n] = up, label, kind[row], detail[row], row
+                    n += 1
                 g = slots[h] - 1
-                if (g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row]
-                        and g_detail[g] == detail[row]):
-                    break
-                h = (h + 1) & mask
-            if slots[h] == 0:
-                if n >= len(g_parent) or 2 * n > mask:
-                    return -1
-                slots[h] = n + 1
-                g_parent[n], g_label[n], g_kind[n], g_detail[n], g_row[n] = up, label, kind[row], detail[row], row
-                n += 1
-            g = slots[h] - 1
+                latest[up] = g + 1
         group[row] = g
         g_bytes[g] += size[row]
         g_count[g] += 1

@@ -246,8 +246,8 @@ class Walk:
             low, high = (max(mapping.start, thread.tp - 16384), thread.tp) if thread.arch.tls_below else \
                 (thread.tp, min(mapping.end, thread.tp + 16384))
             for start, end in self.target.space.present((low + 7) & ~7, high & ~7):
-                for word in np.unique(self.target.space.words_of(start, end)):
-                    words.setdefault(int(word), thread.lwp)
+                for word in self.target.space.words_of(start, end).tolist():
+                    words.setdefault(word, thread.lwp)
         return words
 
     def _plausible_entries(self, entries: np.ndarray) -> bool:

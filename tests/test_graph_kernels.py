@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gdbleak.graph.dominators import Dominators
-from gdbleak.graph.native import Native
+from gdbleak.graph.native import ON_STACK_ONLY, REACHED, Native
 from gdbleak.graph.process import Process
 from gdbleak.heaps import glibc
 from gdbleak.kernels import components, dominators, graph, owners, pointers
@@ -207,14 +207,36 @@ def test_pointers(native):
                                              np.zeros(room, np.int32), 0), (14, 15))
 
 
+def test_states(native):
+    nodes, roots = native.nodes, native.roots
+
+    def start():
+        return (native.begins, native.targets, roots.row, 2, 10**9, nodes.seen.copy(), np.zeros(len(nodes), np.int32), 0)
+
+    assert same(graph.spread, start, (5,)) == 0
+    whole = networkx.DiGraph(list(zip(np.repeat(np.arange(len(nodes)), np.diff(native.begins)).tolist(), native.targets.tolist())))
+    whole.add_nodes_from(range(len(nodes)))
+    reached = set().union(*(networkx.descendants(whole, row) | {row} for row in set(roots.row.tolist())))
+    assert reached == set(np.flatnonzero(native.state == REACHED).tolist() + np.flatnonzero(native.state == ON_STACK_ONLY).tolist())
+    seen, waiting, depth, seeds = nodes.seen.copy(), np.zeros(len(nodes), np.int32), 0, roots.row
+    for turns in range(10**6):                            # a few edges at a time, as when many are followed
+        depth = graph.spread.compiled()(native.begins, native.targets, seeds, 2, 5, seen, waiting, depth)
+        seeds = seeds[:0]
+        if not depth:
+            break
+    assert turns > 10 and set(np.flatnonzero(seen == 2).tolist()) == reached
+
+
 def test_tree_of_a_process(native):
     process = Process(native, None)
     tree, nodes, n = process.tree, native.nodes, len(native.nodes)
 
     def start():
-        return *nodes.buffer, *nodes.index, process.begins, tree.parent, np.ones(len(process), np.int32), 0, n, graph.NATIVE
+        return (*nodes.buffer, *nodes.index, process.begins, process.targets, tree.parent, np.ones(len(process), np.int32), 0, n,
+                graph.NATIVE)
 
-    same(pointers.used, start, (13,))
+    same(pointers.used, start, (14,))
+    same(graph.sizes_of_pointing, lambda: (process.begins, nodes.size, np.zeros(len(process), np.int32)), (2,))
     for row in np.flatnonzero(tree.seen[:n])[:500].tolist():     # each step is a pointer that is there
         above = int(tree.parent[row])
         if 0 <= above < n:
@@ -241,26 +263,34 @@ def test_forms_of_the_dominators(native):
     number[root] = 0
 
     def start():
-        vertex = np.zeros(rows, np.int32)
-        vertex[0] = root
-        return (process.begins, process.targets, process.begins[:-1].copy(), number.copy(), vertex, np.zeros(rows, np.int32),
-                root, 1, 10**9)
+        vertex, parent, cursor, first = (np.zeros(rows, np.int32) for _ in range(4))
+        vertex[0], cursor[0], first[0] = root, process.begins[root], -1
+        return (process.begins, process.targets, number.copy(), vertex, parent, cursor, first,
+                np.zeros(2 * len(process.targets), np.int32), 0, 1, 0, 10**9)
 
-    _, count = same(dominators.preorder, start, (2, 3, 4, 5))
+    _, count, n = same(dominators.preorder, start, (2, 3, 4, 5, 6, 7))
     numbered = start()
     dominators.preorder(*numbered)
-    number, vertex, parent = numbered[3:6]
-    total = int((process.begins[vertex[:count] + 1] - process.begins[vertex[:count]]).sum())
-
-    def turn():
-        return process.begins, process.targets, number, vertex, count, np.zeros(count + 1, np.int32), np.zeros(total, np.int32)
-
-    same(dominators.predecessors, turn, (5, 6))
-    turned = turn()
-    dominators.predecessors(*turned)
+    _, vertex, parent, _, first, others = numbered[2:8]
+    assert count - 1 + n == np.diff(process.begins)[vertex[:count]].sum()
 
     def immediate():
-        return (parent, turned[5], turned[6], count, np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32),
-                *(np.full(count, fill, np.int32) for fill in (-1, 0, -1, -1, 0)))
+        return parent[:count].copy(), first[:count].copy(), others.copy(), count, n, *(np.zeros(count, np.int32) for _ in range(3))
 
-    same(dominators.immediate, immediate, (10,))
+    same(dominators.immediate, immediate, (1,))
+    tree, dominator = process.tree, process.dominators.dominator
+
+    def labelled():
+        return (vertex, dominator, count, tree.parent, tree.via, -5, np.full(rows, -1, np.int32), np.zeros(rows, np.int32))
+
+    same(dominators.tree, labelled, (6, 7))
+    labels = labelled()
+    dominators.tree(*labels)
+    below = process.own.copy()
+    graph.sum_tree(vertex, count, labels[6], below)
+    assert (below[vertex[:count]] == process.dominators.retained(process.own)).all()
+    high = (np.arange(count) % 3 == 0).astype(np.uint8)
+    for large, several in ((10, -5000), (1 << 30, -5000), (1 << 30, -5)):        # some, all that can be, and more than there is room for
+        found = same(dominators.heavy, lambda: (vertex, dominator, count, high, below, large, several,
+                                                np.full(rows, several, np.int32)), (7,))
+        assert 0 < found <= -several and (found == 5) == (several == -5)

@@ -93,7 +93,7 @@ def test_tree_and_fold(vm):
     below = vm.objects.size.copy()
     same(graph.sum_tree, lambda: (tree.order, tree.count, tree.parent, vm.objects.size.copy()), (3,))
     graph.sum_tree(tree.order, tree.count, tree.parent, below)
-    same(graph.count_named, lambda: (tree.order, tree.count, tree.parent, tree.via, np.zeros(n, np.int32)), (4,))
+    same(graph.count_named, lambda: (tree.order, tree.count, tree.parent, tree.via, np.zeros(n, np.uint8)), (4,))
     groups = whole.fold(tree, vm.objects.size, vm.objects.kind, np.full(n, -1, np.int32), kernel.MEMBER)
     assert int(groups.bytes.sum()) == int(vm.objects.size[tree.seen != 0].sum())
     assert int(groups.count.sum()) == tree.count

@@ -36,7 +36,7 @@ class Classes:
         gather = self._target.space.gather
         heads, present = gather(vtables - np.uint64(16), _HEAD)
         maybe = np.flatnonzero(present & (heads["top"] == 0) & self.in_modules(heads["info"]))
-        infos = np.unique(heads["info"][maybe])
+        infos = np.array(sorted(set(heads["info"][maybe].tolist())), np.uint64)
         rows, present = gather(infos, _TYPEINFO)
         sound = present & self.in_modules(rows["vtable"]) & self.in_modules(rows["name"])
         for info, row in zip(infos[sound].tolist(), rows[sound]):

@@ -23,22 +23,16 @@ class Dominators:
     def __init__(self, begins: np.ndarray, targets: np.ndarray, root: int):
         rows = len(begins) - 1
         self.number = number = np.full(rows, -1, np.int32)
-        vertex, parent = np.empty(rows, np.int32), np.empty(rows, np.int32)
-        cursor = begins[:-1].copy()
-        number[root], vertex[0], parent[0] = 0, root, 0
-        row, count = root, 1
-        while row >= 0:
-            row, count = kernel.preorder(begins, targets, cursor, number, vertex, parent, row, count, TILE)
+        vertex, parent, cursor, first = (np.empty(rows, np.int32) for _ in range(4))
+        others = reserve(2 * int(begins[-1]), np.int32, dense=True)
+        number[root], vertex[0], cursor[0], first[0] = 0, root, begins[root], -1
+        at, count, n = 0, 1, 0
+        while at >= 0:
+            at, count, n = kernel.preorder(begins, targets, number, vertex, parent, cursor, first, others, at, count, n, TILE)
             channel.progress(f"{count:,} blocks and objects numbered")
-        del cursor
-        self.vertex, parent = vertex[:count].copy() if count < rows else vertex, parent[:count]
-        into, sources = np.zeros(count + 1, np.int32), reserve(int(begins[-1]), np.int32)
-        kernel.predecessors(begins, targets, number, self.vertex, count, into, sources)
-        semi, label = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)
-        above, head, following = (np.full(count, -1, np.int32) for _ in range(3))
-        self.dominator = np.empty(count, np.int32)
-        kernel.immediate(parent, into, sources, count, semi, label, above, np.empty(count, np.int32), head, following,
-                         self.dominator)
+        self.vertex, self.dominator, semi = vertex[:count], first[:count], cursor[:count]
+        kernel.immediate(parent[:count], self.dominator, others[:2 * (n + count)], count, n, semi,
+                         *(np.empty(count, np.int32) for _ in range(2)))
 
     def __len__(self) -> int:
         return len(self.vertex)
@@ -55,20 +49,17 @@ class Dominators:
         dominator's own, else the label is SEVERAL, or less for the large ones (by `own`, int64) right below the root or below
         one of `roots`, each of which stands for itself."""
         rows, root = len(self.number), int(self.vertex[0])
-        parent, labels = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
-        kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, parent, labels)
-        retained = self.retained(own)
-        high = np.zeros(len(self), bool)                     # by number: the root, and the roots right below it
-        high[self.number[roots[self.number[roots] > 0]]] = True
-        high &= self.dominator == 0
-        high[0] = True
-        heavy = np.flatnonzero(high[self.dominator] & (LARGE * retained >= retained[self.dominator]))
-        heavy = heavy[(heavy > 0) & (labels[self.vertex[heavy]] == SEVERAL)][:-SEVERAL]
-        labels[self.vertex[heavy]] = SEVERAL - 1 - np.arange(len(heavy))
-        top = np.flatnonzero(parent[roots] == root)
-        parent[roots[top]], labels[roots[top]] = -1 - top, 0
-        parent[root] = -1 - len(roots)
-        return Tree(self.vertex, len(self), parent, labels, self.number >= 0, root)
+        found = Tree(self.vertex, len(self), np.full(rows, -1, np.int32), np.zeros(rows, np.int32), self.number >= 0, root)
+        kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, found.parent, found.via)
+        below = found.below = found.sums(own)
+        high = np.zeros(len(self), np.uint8)                 # by number: the root, and the roots right below it
+        top = np.flatnonzero(found.parent[roots] == root)
+        high[0], high[self.number[roots[top]]] = 1, 1
+        kernel.heavy(self.vertex, self.dominator, len(self), high, below, LARGE, SEVERAL, found.via)
+        found.parent[roots[top]], found.via[roots[top]] = -1 - top, 0
+        found.parent[root] = -1 - len(roots)
+        below[root] -= below[roots[top]].sum()
+        return found
 
     def child_of_root(self) -> np.ndarray:
         """By row: the row of the child of the root under which it is; -1 for the root and what is not reached."""

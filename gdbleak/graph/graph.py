@@ -24,6 +24,13 @@ class Tree:
     via: np.ndarray
     seen: np.ndarray
     root: int = -1                 # a row in it that stands for all roots
+    below: np.ndarray | None = None          # bytes of each row with all below it (int64), where that is known already
+
+    def sums(self, size: np.ndarray) -> np.ndarray:
+        """By row: the sum of `size` (int64) over the row and all below it."""
+        below = size.astype(np.int64)
+        kernel.sum_tree(self.order, self.count, self.parent, below)
+        return below
 
 
 @dataclass
@@ -139,12 +146,13 @@ class Graph:
 def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, member: int, root_groups: np.ndarray,
          root_rows: np.ndarray, few: int = 48) -> Groups:
     """A tree with rows of the same shape as one group. `root_groups`: the group of each root (a root's row has -1 - its number
-    as `parent`); `root_rows`: a row for each of these groups."""
+    as `parent`); `root_rows`: a row for each of these groups. `few`: how many names are kept below a row, 254 at most."""
     rows = len(tree.parent)
-    below = size.astype(np.int64)
-    kernel.sum_tree(tree.order, tree.count, tree.parent, below)
-    named = np.zeros(rows, np.int32)
-    kernel.count_named(tree.order, tree.count, tree.parent, tree.via, named)
+    named = np.zeros(rows, np.uint8)
+    many = kernel.count_named(tree.order, tree.count, tree.parent, tree.via, named) > few
+    below, tree.below = tree.below, None                 # it is large, and asked for once
+    if below is None:
+        below = tree.sums(size) if many else size        # it is not looked at where few are named
     room = max(tree.count + len(root_rows) + 1, 1024)
     arrays = [reserve(room, t) for t in (np.int32, np.int32, np.uint8, np.int32, np.int64, np.int64, np.int32, np.uint8)]
     g_parent, _, _, _, _, _, g_row, _ = arrays
@@ -153,7 +161,7 @@ def fold(tree: Tree, size: np.ndarray, kind: np.ndarray, detail: np.ndarray, mem
     group = np.full(rows, -1, np.int32)
     slots = reserve(1 << (2 * room).bit_length(), np.int32)
     n = kernel.fold(tree.order, tree.count, tree.parent, tree.via, kind, detail, size, below, named, few, member,
-                    root_groups, group, slots, *arrays, len(root_rows))
+                    root_groups, group, slots, reserve(room, np.int32), *arrays, len(root_rows))
     own = [array[:n].copy() for array in arrays]
     if tree.root >= 0:
         own[5][group[tree.root]] -= 1

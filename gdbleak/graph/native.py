@@ -43,7 +43,7 @@ class Native:
         objects = sum(len(vm.objects) + len(vm.graph.targets) + len(vm.graph.roots) for vm in vms)
         more = objects + 2 * len(self.roots.row) + sum(len(held.block) for held in self.holders) + 2 * len(vms) + 2
         words = nodes.words_there          # not the sum of sizes: a damaged one can claim what is not there
-        self.all_begins, self.all_targets = reserve(len(nodes) + more, np.int32), reserve(words + more, np.int32)
+        self.all_begins, self.all_targets = (reserve(n + more, np.int32, dense=True) for n in (len(nodes), words))
         self.begins = self.all_begins[:len(nodes) + 1]
         self.edges = 0
         for first in range(0, len(nodes), TILE):
@@ -71,33 +71,22 @@ class Native:
         """What is known of each block (uint8): REACHED from roots that are no stack words, ON_STACK_ONLY, PENDING (held
         by dead Lua objects alone), UNREACHABLE, or NO_NODE."""
         seen, rooted = self.nodes.seen.copy(), self.roots
-        self._parent, self._order = np.full(len(seen), -1, np.int32), reserve(len(seen), np.int32)
-        tail = 0
         on_stack = np.isin(rooted.kind, roots.ON_STACKS)
-        steps = [(REACHED, [rooted.row[~on_stack], *(held.rows(live=True) for held in self.holders)]),
-                 (ON_STACK_ONLY, [rooted.row[on_stack]]),
-                 (PENDING, [held.rows(live=False) for held in self.holders])]
-        self._tails = [0]
-        for state, seeds in steps:
-            head = tail
-            tail = self._spread(seen, np.concatenate(seeds) if seeds else np.zeros(0, np.int32), tail)
-            seen[self._order[head:tail]] = state
-            self._tails.append(tail)
+        self._spread(seen, REACHED, [rooted.row[~on_stack], *(held.rows(live=True) for held in self.holders)])
+        self._spread(seen, ON_STACK_ONLY, [rooted.row[on_stack]])
+        self._spread(seen, PENDING, [held.rows(live=False) for held in self.holders])
         for vm, pairs in zip(self.vms, self.lua_blocks):
             seen[pairs[:, 0]] = np.where(vm.graph.tree.seen[pairs[:, 1]] != 0, REACHED, PENDING)
         return seen
 
-    def _spread(self, seen: np.ndarray, seeds: np.ndarray, tail: int) -> int:
-        """Mark what the seeds (rows) reach, and append it to the order; how much is in it then."""
-        new = np.unique(seeds[seen[seeds] == 0])
-        head = tail
-        self._order[tail:tail + len(new)] = new
-        seen[new] = 1
-        tail += len(new)
-        while head < tail:
-            head, tail = graph_kernel.bfs(self.begins, self.targets, head, tail, EDGES, seen, self._parent, self._order)
-            channel.progress(f"{tail:,} blocks reached")
-        return tail
+    def _spread(self, seen: np.ndarray, state: int, seeds: list[np.ndarray]) -> None:
+        """Put `state` into `seen` of what the seeds (rows) reach and nothing before did."""
+        waiting, depth, followed = reserve(len(seen), np.int32), 0, 0
+        for rows in seeds:
+            while len(rows) or depth:
+                depth = graph_kernel.spread(self.begins, self.targets, rows, state, EDGES, seen, waiting, depth)
+                rows, followed = rows[:0], min(followed + EDGES, self.edges)
+                channel.progress(f"{followed:,} pointers between blocks followed")
 
     def chunks_of(self, number: int) -> Chunks | None:
         """What chunks can be those of VM `number` on malloc: which hold something that it names, and which only

@@ -46,7 +46,7 @@ class Nodes:
     def index(self) -> tuple:
         """(region_starts, region_ends, region_slots, bits, rank, address, size), as the kernels take it."""
         words = (self._slots >> 6) + 1
-        bits, rank = reserve(words, np.uint64), reserve(words, np.int32)
+        bits, rank = reserve(words, np.uint64, dense=True), reserve(words, np.int32, dense=True)
         regions = self.region_starts, self.region_ends, self.region_slots
         if len(self):
             kernel.index(*regions, self.address, bits, rank)

@@ -146,9 +146,9 @@ class Process:
         tree is place seeds[k], its `parent` -1 - k."""
         rows = len(self)
         seen = np.zeros(rows, np.uint8)
-        seen[:len(self.nodes)][self.nodes.seen == NO_NODE] = NO_NODE
+        seen[:len(self.nodes)] = self.nodes.seen
         seen[self.root] = NO_NODE
-        order, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+        order, parent = np.empty(rows, np.int32), np.full(rows, -1, np.int32)
         seeds, tail = self.seeds, 0
         parent[seeds] = -1 - np.arange(len(seeds), dtype=np.int32)
         for part in (seeds[:self.plain_seeds], seeds[self.plain_seeds:]):
@@ -157,8 +157,7 @@ class Process:
             while head < tail:
                 head, tail = graph_kernel.bfs(self.begins, self.targets, head, tail, EDGES, seen, parent, order)
                 channel.progress(f"{tail:,} blocks and objects reached")
-        seen[seen == NO_NODE] = 0
-        return Tree(order, tail, parent, self._via(order, tail, parent), seen)
+        return Tree(order, tail, parent, self._via(order, tail, parent), seen == 1)
 
     def _via(self, order: np.ndarray, count: int, parent: np.ndarray) -> np.ndarray:
         """The label by which each row of the tree was reached."""
@@ -167,10 +166,10 @@ class Process:
         others = np.ascontiguousarray(reached[reached >= blocks])
         graph_kernel.edges_used(self.begins, self.targets, self.labels, others, len(others), parent, via,
                                 np.zeros(len(self), np.uint8))
-        via[parent < 0] = 0
+        via[self.seeds] = 0
         nodes = self.nodes
         for first in range(0, blocks, TILE):
-            kernel.used(*nodes.buffer, *nodes.index, self.begins, parent, via, first, min(first + TILE, blocks), NATIVE)
+            kernel.used(*nodes.buffer, *nodes.index, self.begins, self.targets, parent, via, first, min(first + TILE, blocks), NATIVE)
         via[via == _UNKNOWN] = MEMBER
         return via
 
@@ -233,9 +232,9 @@ class Process:
     def detail(self) -> np.ndarray:
         """What rows of one kind must share to be alike (int32): functions their prototype; blocks of a C++ program their class;
         other blocks with pointers (records of some type, mostly) their size."""
-        detail, blocks = np.full(len(self), -1, np.int32), len(self.nodes)
-        pointing = np.diff(self.begins[:blocks + 1]) > 0
-        detail[:blocks][pointing] = np.minimum(self.nodes.size[pointing] >> np.uint64(4), 1 << 30).astype(np.int32)
+        detail, blocks = np.empty(len(self), np.int32), len(self.nodes)
+        detail[blocks:] = -1
+        graph_kernel.sizes_of_pointing(self.begins, self.nodes.size, detail)
         if self._types is not None and blocks and is_cplusplus(self.nodes.target):
             numbers = self.nodes.over_heaps([self._types.of_rows(number, np.arange(len(heap.blocks)))
                                              for number, heap in enumerate(self.nodes.heaps)])

@@ -79,7 +79,7 @@ def find(nodes: Nodes, vms: list) -> Roots:
             if name not in _NO_POINTERS:
                 registers.append((thread, name, value))
         words = np.frombuffer(thread.vectors[:len(thread.vectors) & ~7], np.uint64)
-        registers += [(thread, "(vector)", value) for value in np.unique(words).tolist()]
+        registers += [(thread, "(vector)", value) for value in sorted(set(words.tolist()))]
     held = nodes.nodes_at(np.array([value for *_, value in registers], np.uint64))
     found = np.flatnonzero(held >= 0)
     for k in found.tolist():
@@ -199,7 +199,7 @@ class Places:
         self.roots = roots
         key = np.zeros(len(roots.row), np.uint64)      # what makes words of one area one place
         kinds = roots.kind
-        for number in np.unique(roots.area).tolist():
+        for number in np.flatnonzero(np.bincount(roots.area)).tolist():
             area, at = roots.areas[number], np.flatnonzero(roots.area == number)
             words = roots.address[at]
             if area.kind == MODULE:

@@ -1,6 +1,7 @@
 """Blocks of a heap as rows of arrays, the regions they lie in, and what every heap reports besides."""
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass, field
 
@@ -13,11 +14,19 @@ STATES = {kernel.IN_USE: "in use", kernel.FREE: "free (bin)", kernel.FASTBIN: "f
 FREE_STATES = (kernel.FREE, kernel.FASTBIN, kernel.TOP)
 
 
-def reserve(count: int, dtype) -> np.ndarray:
-    """An array whose untouched pages cost nothing, however large: rows are appended to it until it is cut to size."""
+_LARGE = 4 << 20                # bytes from which on large pages are worth it
+
+
+def reserve(count: int, dtype, dense: bool = False) -> np.ndarray:
+    """An array whose untouched pages cost nothing, however large: rows are appended to it until it is cut to size.
+    `dense`: from its beginning on, without holes, so that large pages serve, which take a third of the time."""
     size = max(count * np.dtype(dtype).itemsize, mmap.PAGESIZE)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)[:count]
+    memory = mmap.mmap(-1, size, flags=flags)
+    if dense and size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):                   # a kernel that has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype)[:count]
 
 
 @dataclass

@@ -24,8 +24,7 @@ class Walk:
         self.tops = {int(arena.fields["top"]): arena for arena in heap.arenas if arena.system_mem}
         room = sum((high - low) // 32 + 2 for region in regions   # a damaged size may claim what is not there
                    for low, high in target.space.present(region.start, region.end)) + 2 * len(regions)
-        self.address, self.size = reserve(room, np.uint64), reserve(room, np.uint64)
-        self.state = reserve(room, np.uint8)
+        self.address, self.size, self.state = (reserve(room, dtype, dense=True) for dtype in (np.uint64, np.uint64, np.uint8))
         self.n = 0
 
     def run(self) -> None:
@@ -247,8 +246,8 @@ class Walk:
             low, high = (max(mapping.start, thread.tp - 16384), thread.tp) if thread.arch.tls_below else \
                 (thread.tp, min(mapping.end, thread.tp + 16384))
             for start, end in self.target.space.present((low + 7) & ~7, high & ~7):
-                for word in np.unique(self.target.space.words_of(start, end)):
-                    words.setdefault(int(word), thread.lwp)
+                for word in self.target.space.words_of(start, end).tolist():
+                    words.setdefault(word, thread.lwp)
         return words
 
     def _plausible_entries(self, entries: np.ndarray) -> bool:

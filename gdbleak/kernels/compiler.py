@@ -21,11 +21,12 @@ from .. import interrupts
 
 # The types of a kernel's parameters, written as its annotations.
 U64 = I64 = int
-U64s = I64s = I32s = U8s = np.ndarray
+U64s = I64s = I32s = N32s = U8s = np.ndarray
 
 _SCALARS = {"U64": (ctypes.c_uint64, "uint64"), "I64": (ctypes.c_int64, "int64")}
-_ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32),
+_ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32), "N32s": np.dtype(np.int32),
            "U8s": np.dtype(np.uint8)}
+_COMPILED = {**_ARRAYS, "N32s": np.dtype(np.uint32)}
 _VERSION = "2"
 
 
@@ -215,7 +216,7 @@ def _compile(module, binding, target):
 
     scope = scope_of(module.__name__)
     form = {**{name: getattr(numba.types, kind) for name, (_, kind) in _SCALARS.items()},
-            **{name: numba.types.Array(numba.from_dtype(dtype), 1, "C") for name, dtype in _ARRAYS.items()}}
+            **{name: numba.types.Array(numba.from_dtype(dtype), 1, "C") for name, dtype in _COMPILED.items()}}
     index, merged = {}, None
     for one in _kernels(module):
         function = types.FunctionType(one.function.__code__, scope, one.__name__)

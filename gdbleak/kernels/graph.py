@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import I64, U8s, I32s, I64s, in_python, kernel
+from . import I64, U8s, I32s, I64s, N32s, U64s, in_python, kernel
 
+_FOUR, _MOST_UNITS = np.uint64(4), np.uint64(1 << 30)
 NATIVE = -(1 << 20)            # a label NATIVE - k: word k of a malloc block, or of a payload
 
 
@@ -31,7 +32,7 @@ def _bfs_array(begins, targets, head, tail, budget, seen, parent, order):
 
 
 @kernel(_bfs_array)
-def bfs(begins: I32s, targets: I32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, order: I32s):
+def bfs(begins: N32s, targets: N32s, head: I64, tail: I64, budget: I64, seen: U8s, parent: I32s, order: N32s):
     """Go on breadth first from order[head:tail]; (head, tail) then. Stops after `budget` edges; done when head == tail.
 
     parent[row] is the row it was reached from first. Rows with another `seen` than 0 are not entered.
@@ -51,7 +52,48 @@ def bfs(begins: I32s, targets: I32s, head: I64, tail: I64, budget: I64, seen: U8
     return head, tail
 
 
-def _edges_used(begins: I32s, targets: I32s, labels: I32s, order: I32s, count: I64, parent: I32s, via: I32s, done: U8s):
+def _spread_array(begins, targets, seeds, mark, budget, seen, waiting, depth):
+    """Over lists, and all at once: Python can be interrupted anywhere."""
+    starts, ends, marks, stack = begins.tolist(), targets.tolist(), bytearray(seen), waiting[:depth].tolist()
+    for row in seeds.tolist():
+        if not marks[row]:
+            marks[row] = mark
+            stack.append(row)
+    pop, push = stack.pop, stack.append
+    while stack:
+        row = pop()
+        for target in ends[starts[row]:starts[row + 1]]:
+            if not marks[target]:
+                marks[target] = mark
+                push(target)
+    seen[:] = np.frombuffer(marks, np.uint8)
+    return 0
+
+
+@kernel(_spread_array)
+def spread(begins: N32s, targets: N32s, seeds: N32s, mark: I64, budget: I64, seen: U8s, waiting: N32s, depth: I64):
+    """Put `mark` into `seen` of all that `seeds` and the rows of the stack waiting[:depth] reach and that is 0 there; how deep
+    the stack is then. Stops after `budget` edges; done at 0. `waiting` must have room for all rows."""
+    for k in range(len(seeds)):
+        if seen[seeds[k]] == 0:
+            seen[seeds[k]] = mark
+            waiting[depth] = seeds[k]
+            depth += 1
+    while depth > 0 and budget > 0:
+        depth -= 1
+        row = waiting[depth]
+        first, last = begins[row], begins[row + 1]
+        budget -= last - first + 1
+        for k in range(first, last):
+            target = targets[k]
+            if seen[target] == 0:
+                seen[target] = mark
+                waiting[depth] = target
+                depth += 1
+    return depth
+
+
+def _edges_used(begins: N32s, targets: N32s, labels: I32s, order: N32s, count: I64, parent: I32s, via: I32s, done: U8s):
     """The label of the edge by which each row was reached: the first from its parent to it. `done` comes zeroed."""
     for k in range(count):
         row = order[k]
@@ -63,7 +105,25 @@ def _edges_used(begins: I32s, targets: I32s, labels: I32s, order: I32s, count: I
     return count
 
 
-def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
+def _sizes_array(begins, size, detail):
+    rows = len(size)
+    pointing = begins[1:rows + 1] > begins[:rows]
+    detail[:rows] = np.where(pointing, np.minimum(size >> _FOUR, _MOST_UNITS), np.uint64(0)).astype(np.int32)
+    detail[:rows] -= ~pointing
+    return rows
+
+
+@kernel(_sizes_array)
+def sizes_of_pointing(begins: N32s, size: U64s, detail: I32s):
+    """The size of each block (chunk bytes / 16, 2^30 at most) that refers to others into `detail`, -1 for those that do not."""
+    for row in range(len(size)):
+        detail[row] = -1
+        if begins[row] < begins[row + 1]:
+            detail[row] = min(size[row] >> _FOUR, _MOST_UNITS)
+    return len(size)
+
+
+def _sum_tree(order: N32s, count: I64, parent: I32s, total: I64s):
     """Add each row's `total` to its parent's, from the leaves up; `total` comes with each row's own value."""
     k = count - 1
     while k >= 0:
@@ -72,6 +132,19 @@ def _sum_tree(order: I32s, count: I64, parent: I32s, total: I64s):
         if parent[row] >= 0:
             total[parent[row]] += total[row]
     return count
+
+
+def _count_named(order: N32s, count: I64, parent: I32s, via: I32s, named: U8s):
+    """Count for each row those right below it that are reached by a label that is a name (>= 0) or a place in a block
+    (<= NATIVE), up to 255; the most that any row has."""
+    most = 0
+    for k in range(count):
+        row = order[k]
+        above = parent[row]
+        if above >= 0 and (via[row] >= 0 or via[row] <= NATIVE) and named[above] < 255:
+            named[above] += 1
+            most = max(most, named[above])
+    return most
 
 
 def _sum_groups(parent: I32s, total: I64s):
@@ -84,28 +157,17 @@ def _sum_groups(parent: I32s, total: I64s):
     return len(parent)
 
 
-def _count_named(order: I32s, count: I64, parent: I32s, via: I32s, named: I32s):
-    """Count for each row those that are reached from it by a label that is a name (>= 0) or a place in a block (<= NATIVE);
-    how many in all."""
-    total = 0
-    for k in range(count):
-        row = order[k]
-        if (via[row] >= 0 or via[row] <= NATIVE) and parent[row] >= 0:
-            named[parent[row]] += 1
-            total += 1
-    return total
-
-
-def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
-          named: I32s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, g_parent: I32s, g_label: I32s, g_kind: U8s,
-          g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
+def _fold(order: N32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I32s, size: I64s, below: I64s,
+          named: U8s, few: I64, member: I64, root_groups: I32s, group: I32s, slots: I32s, latest: I32s, g_parent: I32s,
+          g_label: I32s, g_kind: U8s, g_detail: I32s, g_bytes: I64s, g_count: I64s, g_row: I32s, g_again: U8s, n: I64):
     """Put rows that are reached in the same way into one group; the number of groups, or -1 when there is no room.
 
     The same way: from the same group, by the same label, of the same kind (and `detail`). A label >= 0 is a name: where
     a row has more than `few` names below it (`named` counts them), only a row that holds at least 1/few of its parent's
-    bytes keeps its own, the others become `member`. A row that repeats the two steps above it (a linked list)
-    joins its parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that of root k, which is
-    parent[] = -1 - k of its row.
+    bytes (`below`, not looked at elsewhere) keeps its own, the others become `member`. A row that repeats the two steps
+    above it (a linked list) joins its parent's group. Groups 0..n-1, those of the roots, come filled; root_groups[k] is that
+    of root k, which is parent[] = -1 - k of its row. `slots`, a hash table of groups, and `latest`, the one right below each
+    that was met last, have 1 + the group and come zeroed.
     """
     mask = len(slots) - 1
     for k in range(count):
@@ -130,22 +192,25 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
             g_again[up] = 1
             g = up
         else:
-            h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^
-                 kind[row] * 0x27d4eb2f) & 0x7fffffffffff
-            h = (h ^ h >> 15) & mask
-            while slots[h] > 0:
+            g = latest[up] - 1
+            if g < 0 or g_label[g] != label or g_kind[g] != kind[row] or g_detail[g] != detail[row]:
+                h = (up * 0x9e3779b1 ^ label * 0x85ebca6b ^ detail[row] * 0xc2b2ae35 ^
+                     kind[row] * 0x27d4eb2f) & 0x7fffffffffff
+                h = (h ^ h >> 15) & mask
+                while slots[h] > 0:
+                    g = slots[h] - 1
+                    if (g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row]
+                            and g_detail[g] == detail[row]):
+                        break
+                    h = (h + 1) & mask
+                if slots[h] == 0:
+                    if n >= len(g_parent) or 2 * n > mask:
+                        return -1
+                    slots[h] = n + 1
+                    g_parent[n], g_label[n], g_kind[n], g_detail[n], g_row[n] = up, label, kind[row], detail[row], row
+                    n += 1
                 g = slots[h] - 1
-                if (g_parent[g] == up and g_label[g] == label and g_kind[g] == kind[row]
-                        and g_detail[g] == detail[row]):
-                    break
-                h = (h + 1) & mask
-            if slots[h] == 0:
-                if n >= len(g_parent) or 2 * n > mask:
-                    return -1
-                slots[h] = n + 1
-                g_parent[n], g_label[n], g_kind[n], g_detail[n], g_row[n] = up, label, kind[row], detail[row], row
-                n += 1
-            g = slots[h] - 1
+                latest[up] = g + 1
         group[row] = g
         g_bytes[g] += size[row]
         g_count[g] += 1
@@ -153,7 +218,7 @@ def _fold(order: I32s, count: I64, parent: I32s, via: I32s, kind: U8s, detail: I
 
 
 sum_groups = kernel(in_python(_sum_groups))(_sum_groups)
-count_named = kernel(in_python(_count_named))(_count_named)
 edges_used = kernel(in_python(_edges_used))(_edges_used)
+count_named = kernel(in_python(_count_named))(_count_named)
 sum_tree = kernel(in_python(_sum_tree))(_sum_tree)
 fold = kernel(in_python(_fold))(_fold)

@@ -11,7 +11,7 @@ from itertools import chain
 
 import numpy as np
 
-from . import I32s, I64, I64s, U64, U64s, U8s, helper, kernel
+from . import I32s, I64, I64s, N32s, U64, U64s, U8s, helper, kernel
 from .owners import owner, owners_array
 from .pieces import at_most, piece
 
@@ -187,8 +187,8 @@ def pointers(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts
     return n
 
 
-def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, begins, parent,
-                via, first, last, base):
+def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, begins, targets,
+                parent, via, first, last, base):
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
     low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
     pointing = first + np.flatnonzero(begins[first + 1:last + 1] > begins[first:last])
@@ -211,41 +211,32 @@ def _used_array(words, starts, ends, offsets, region_starts, region_ends, region
 
 @kernel(_used_array)
 def used(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U64s, region_ends: U64s, region_slots: U64s,
-         bits: U64s, rank: I32s, address: U64s, size: U64s, begins: I32s, parent: I32s, via: I32s, first: I64, last: I64, base: I64):
+         bits: U64s, rank: I32s, address: U64s, size: U64s, begins: N32s, targets: N32s, parent: I32s, via: I32s, first: I64,
+         last: I64, base: I64):
     """Put `base` - k into via[child] of the tree `parent`, where word k of the parent, one of rows [first, last), is the
-    first that points to the child. `via` of these children comes as 1. `begins`: which rows have pointers at all."""
-    low_all, span = region_starts[0], region_ends[len(region_ends) - 1] - region_starts[0]
+    first that points to the child. `via` of these children comes as 1. `begins`, `targets`: what `edges` found: the words of
+    a block that point into its targets are those edges, in their order."""
     low = high = delta = _ZERO
-    r = 0
     for row in range(first, last):
-        if begins[row + 1] == begins[row]:
-            continue
         p = address[row]
-        while p >= region_ends[r]:
-            r += 1
         stop = p + size[row] - _U8
-        if stop > region_ends[r]:
-            stop = region_ends[r]
-        while p < stop:
-            if p < low or p + _U8 > high:
-                k = piece(starts, ends, p)
-                if k < 0 or p + _U8 > ends[k]:
-                    past = (_next_piece(starts, p) + _U7) & _NOT7
-                    if past > stop or past <= p:
-                        past = stop
-                    p = past
-                    continue
-                low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
-            end = stop
-            if end > high:
-                end = high & _NOT7
-            lead = np.int64((p - address[row]) >> _THREE)
-            begin = np.int64((p + delta) >> _THREE)
-            for i in range(begin, np.int64((end + delta) >> _THREE)):
-                value = words[i]
-                if value - low_all < span:
-                    target = owner(region_starts, region_ends, region_slots, bits, rank, address, size, value)
-                    if target >= 0 and parent[target] == row and via[target] == 1:
-                        via[target] = base - lead - (i - begin)
-            p = end
+        for c in range(begins[row], begins[row + 1]):
+            target = targets[c]
+            if parent[target] != row or via[target] != 1:
+                continue
+            begin, room = address[target], size[target] - _U8
+            while p < stop:
+                if p < low or p + _U8 > high:
+                    k = piece(starts, ends, p)
+                    if k < 0 or p + _U8 > ends[k]:
+                        past = (_next_piece(starts, p) + _U7) & _NOT7
+                        if past > stop or past <= p:
+                            past = stop
+                        p = past
+                        continue
+                    low, high, delta = starts[k], ends[k], offsets[k] - starts[k]
+                p += _U8
+                if words[(p - _U8 + delta) >> _THREE] - begin < room:
+                    via[target] = base - (np.int64((p - address[row]) >> _THREE) - 1)
+                    break
     return last

@@ -31,7 +31,7 @@ class BlockWords:
         """The type of each block, as a number for `name` (int32)."""
         found = np.empty(len(rows), np.int32)
         heaps, within = self.nodes.in_heaps(rows)
-        for heap in np.unique(heaps).tolist():
+        for heap in np.flatnonzero(np.bincount(heaps)).tolist():
             found[heaps == heap] = self._types.of_rows(heap, within[heaps == heap])
         return found
 

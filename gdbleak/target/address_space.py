@@ -116,8 +116,7 @@ class AddressSpace:
 
     def table(self, ranges=()) -> Table:
         """The present pieces, for kernels that will read inside `ranges` (pairs of start, end)."""
-        for start, end in ranges:
-            self.load(start, end)
+        self._load_ranges(ranges)
         if self._table is None:
             self._table = Table(*(np.array(column, np.uint64) for column in self._lists()))
         return self._table
@@ -221,6 +220,9 @@ class AddressSpace:
     def _load_blocks(self, addresses: np.ndarray, size: int) -> None:
         """`load` for scattered addresses; a hook for memory that is read on demand."""
 
+    def _load_ranges(self, ranges) -> None:
+        """`load` for pairs of start and end, of which there may be many; a hook as well."""
+
     def cstring(self, address: int, limit: int = 4096) -> bytes:
         """The bytes at `address` up to a NUL, the end of what is there, or `limit`.
         Raises Absent when there are none."""
@@ -268,6 +270,10 @@ class DemandSpace(AddressSpace):
             self.add(start, start + got, place)
             skip = got + (PAGE - (start + got) % PAGE if got < end - start else 0)  # step over the page that failed
             start, place = start + skip, place + skip
+
+    def _load_ranges(self, ranges) -> None:
+        for start, end in ranges:
+            self.load(start, end)
 
     def _load_blocks(self, addresses: np.ndarray, size: int) -> None:
         for block in np.unique(addresses // np.uint64(self.BLOCK)):

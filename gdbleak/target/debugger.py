@@ -287,6 +287,10 @@ class Names:
 
     def address(self, name: str) -> int | None:
         """The address of a variable or function, or None."""
+        try:
+            gdb.execute(f"info address {name}", to_string=True)      # an expression takes 50 ms to find that there is none
+        except gdb.error:
+            return None
         for expression in (f"(unsigned long) &'{name}'", f"(unsigned long) &{name}"):
             try:
                 return int(gdb.parse_and_eval(expression))

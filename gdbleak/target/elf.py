@@ -9,15 +9,17 @@ import numpy as np
 
 from .address_space import Absent, AddressSpace
 
-EHDR = np.dtype({"names": ["ident", "type", "machine", "entry", "phoff", "phentsize", "phnum"],
-                 "formats": ["V16", "u2", "u2", "u8", "u8", "u2", "u2"],
-                 "offsets": [0, 16, 18, 24, 32, 54, 56], "itemsize": 64})
+EHDR = np.dtype({"names": ["ident", "type", "machine", "entry", "phoff", "shoff", "phentsize", "phnum", "shnum"],
+                 "formats": ["V16", "u2", "u2", "u8", "u8", "u8", "u2", "u2", "u2"],
+                 "offsets": [0, 16, 18, 24, 32, 40, 54, 56, 60], "itemsize": 64})
 PHDR = np.dtype([("type", "u4"), ("flags", "u4"), ("offset", "u8"), ("vaddr", "u8"), ("paddr", "u8"),
                  ("filesz", "u8"), ("memsz", "u8"), ("align", "u8")])
+SHDR = np.dtype([("name", "u4"), ("type", "u4"), ("flags", "u8"), ("addr", "u8"), ("offset", "u8"), ("size", "u8"),
+                 ("link", "u4"), ("info", "u4"), ("addralign", "u8"), ("entsize", "u8")])
 SYM = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("shndx", "u2"), ("value", "u8"), ("size", "u8")])
 PT_LOAD, PT_DYNAMIC, PT_NOTE, PT_TLS = 1, 2, 4, 7
 PF_W = 2
-SHF_ALLOC = 2
+SHT_SYMTAB, SHT_NOTE, SHT_NOBITS, SHT_DYNSYM, SHF_ALLOC = 2, 7, 8, 11, 2
 DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SONAME, DT_DEBUG, DT_GNU_HASH = 4, 5, 6, 10, 14, 21, 0x6ffffef5
 NT_GNU_BUILD_ID = 3
 STT_TLS = 6
@@ -110,60 +112,67 @@ class SymbolTable:
 
 
 class ElfFile:
-    """An ELF file on disk; opened by `open_elf`. `build_id`, `machine`, `phdrs`; symbols on request.
+    """A 64-bit ELF file on disk; opened by `open_elf`. `build_id`; `phdrs`, `sections` (rows of PHDR and SHDR); symbols on
+    request.
 
-    `is_image`: it has the bytes of its segments; a separate debug file has symbols alone.
+    `is_image`: it has the bytes of its segments; a separate debug file has symbols alone. Raises ValueError for what is none.
     """
 
     def __init__(self, path: str):
-        from elftools.elf.elffile import ELFFile
         self.path = path
         with open(path, "rb") as stream:
-            elf = ELFFile(stream)
-            self.elf_class = elf.elfclass
-            self.type = elf.header.e_type
-            stream.seek(0)
-            head = stream.read(64)
-            header = np.frombuffer(head.ljust(64, b"\0"), EHDR)[0]
-            stream.seek(int(header["phoff"]))
-            raw = stream.read(int(header["phnum"]) * PHDR.itemsize)
-            self.phdrs = np.frombuffer(raw[:len(raw) // PHDR.itemsize * PHDR.itemsize], PHDR)
-            self.machine = int(header["machine"])
-            self.build_id, self.is_image = "", True
-            for section in elf.iter_sections():   # not by program headers: those of a debug file lead elsewhere
-                if section["sh_type"] == "SHT_NOTE" and section["sh_size"] < 1 << 16:
-                    self.build_id = self.build_id or build_id_of_notes(section.data())
-                elif section["sh_type"] == "SHT_NOBITS" and section["sh_flags"] & SHF_ALLOC and self._in_file(section):
-                    self.is_image = False
-            if not self.build_id:
-                for row in self.phdrs[self.phdrs["type"] == PT_NOTE]:
-                    stream.seek(int(row["offset"]))
-                    self.build_id = self.build_id or build_id_of_notes(stream.read(min(int(row["filesz"]), 1 << 16)))
-
-    def _in_file(self, section) -> bool:
-        """Whether a segment claims to have the section's bytes in the file."""
-        start, loads = section["sh_addr"], self.phdrs[self.phdrs["type"] == PT_LOAD]
-        return any(int(row["vaddr"]) <= start < int(row["vaddr"]) + int(row["filesz"]) for row in loads)
+            head = stream.read(EHDR.itemsize)
+            if head[:6] != b"\x7fELF\2\1" or len(head) < EHDR.itemsize:
+                raise ValueError(f"{path} is no 64-bit ELF file")
+            header = np.frombuffer(head, EHDR)[0]
+            self.phdrs = _rows(stream, int(header["phoff"]), int(header["phnum"]), PHDR)
+            count = int(header["shnum"])
+            if not count and header["shoff"]:                     # too many for the header: the first section says how many
+                count = int(_rows(stream, int(header["shoff"]), 1, SHDR)["size"].sum())
+            self.sections = _rows(stream, int(header["shoff"]), count, SHDR)
+            # Not by program headers at first: those of a debug file lead elsewhere.
+            notes = self.sections[self.sections["type"] == SHT_NOTE]
+            segments = self.phdrs[self.phdrs["type"] == PT_NOTE]
+            places = list(zip(notes["offset"].tolist(), notes["size"].tolist())) + \
+                list(zip(segments["offset"].tolist(), segments["filesz"].tolist()))
+            found = (build_id_of_notes(_bytes(stream, offset, size)) for offset, size in places if size < 1 << 16)
+            self.build_id = next(filter(None, found), "")
+        empty = self.sections[(self.sections["type"] == SHT_NOBITS) & (self.sections["flags"] & SHF_ALLOC != 0)]
+        loads = self.phdrs[self.phdrs["type"] == PT_LOAD]
+        # Whether no segment claims to have the bytes of a section that has none in the file.
+        self.is_image = not any(((loads["vaddr"] <= start) & (start - loads["vaddr"] < loads["filesz"])).any()
+                                for start in empty["addr"])
 
     def symbols(self, bias: int) -> SymbolTable | None:
         """.symtab when there is one, else .dynsym; None when there is neither."""
-        from elftools.elf.elffile import ELFFile
-        with open(self.path, "rb") as stream:
-            elf = ELFFile(stream)
-            section = elf.get_section_by_name(".symtab") or elf.get_section_by_name(".dynsym")
-            if section is None:
-                return None
-            data = section.data()
-            return SymbolTable(np.frombuffer(data[:len(data) // 24 * 24], SYM),
-                               elf.get_section(section["sh_link"]).data(), bias)
+        for kind in (SHT_SYMTAB, SHT_DYNSYM):
+            for row in self.sections[self.sections["type"] == kind]:
+                with open(self.path, "rb") as stream:
+                    symbols = _rows(stream, int(row["offset"]), int(row["size"]) // SYM.itemsize, SYM)
+                    strings = self.sections[int(row["link"]):][:1]
+                    texts = _bytes(stream, int(strings["offset"].sum()), int(strings["size"].sum()))
+                return SymbolTable(symbols, texts, bias)
+        return None
+
+
+def _bytes(stream, offset: int, size: int) -> bytes:
+    """What a file has of `size` bytes at an offset; a damaged header can claim more than there is."""
+    there = max(min(size, os.fstat(stream.fileno()).st_size - offset), 0)
+    stream.seek(offset if there else 0)
+    return stream.read(there)
+
+
+def _rows(stream, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
+    """What a file has of `count` structures at an offset."""
+    raw = _bytes(stream, offset, count * dtype.itemsize)
+    return np.frombuffer(raw[:len(raw) // dtype.itemsize * dtype.itemsize], dtype)
 
 
 def open_elf(path: str) -> ElfFile | None:
     """The ELF file at `path`, or None when there is none that can be read."""
-    from elftools.common.exceptions import ELFError
     try:
         return ElfFile(path) if os.path.isfile(path) else None
-    except (OSError, ELFError, ValueError, KeyError, UnicodeDecodeError):
+    except (OSError, ValueError):
         return None
 
 

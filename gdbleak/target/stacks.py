@@ -13,6 +13,7 @@ from .threads import Thread
 DESCRIPTOR = 2304              # bytes of a struct pthread that are looked at; releases differ little in it
 _AT_RANDOM = 25                # auxv: points into the main thread's stack
 _TOP, _LEAST_STACK = 16384, 16384      # bytes from a descriptor to the end of its stack at most; PTHREAD_STACK_MIN
+_TILE = 1 << 15                # words compared at once: as many as the processor's cache holds
 _TID = 0x2d0                   # of struct pthread
 
 
@@ -93,18 +94,18 @@ def ended_threads(target: Target, ranges: list[tuple[int, int]]) -> list[Ended]:
     A descriptor's first and third word name itself.
     """
     alive = {thread.tp for thread in target.threads}
-    found = []
+    found, places = [], np.arange(0, 8 * _TILE, 8, dtype=np.uint64)
     for start, end in ranges:
         for low, high in target.space.present((start + 7) & ~7, end & ~7):
             words = target.space.words_of((low + 7) & ~7, high & ~7)
             if len(words) < 3:
                 continue
             first = (low + 7) & ~7
-            for k in range(0, len(words) - 2, 1 << 20):
-                part = words[k:k + (1 << 20) + 2]
-                twice = np.flatnonzero(part[:-2] == part[2:])
-                own = np.uint64(first + 8 * k) + twice.astype(np.uint64) * np.uint64(8)
-                for at in own[part[twice] == own].tolist():
+            for k in range(0, len(words) - 2, len(places)):
+                part = words[k:k + len(places) + 2]
+                own = places[:len(part) - 2] + np.uint64(first + 8 * k)
+                once = np.flatnonzero(part[:-2] == own)
+                for at in own[once[part[once + 2] == own[once]]].tolist():
                     stack = _described_stack(target, at) if at not in alive else None
                     if stack and target.mapping_at(target.word(at + 8) or 0):          # the dtv
                         found.append(Ended(at, stack, _still_held(target, at, stack[1])))

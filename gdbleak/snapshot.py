@@ -74,13 +74,7 @@ def _files(pid, in_any_case):
 
 
 def _copy_command(chosen, path_of, progress, with_files):
-    try:
-        words = shlex.split(chosen.command)
-    except ValueError as error:
-        raise LiveError("-c: %s" % str(error).lower())
-    if not words:
-        raise LiveError("-c: an empty command")
-    with Command(words) as command:
+    with Command(chosen.command) as command:
         found = {}
 
         def at_exit(stopped):

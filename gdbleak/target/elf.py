@@ -15,7 +15,7 @@ EHDR = np.dtype({"names": ["ident", "type", "machine", "entry", "phoff", "phents
 PHDR = np.dtype([("type", "u4"), ("flags", "u4"), ("offset", "u8"), ("vaddr", "u8"), ("paddr", "u8"),
                  ("filesz", "u8"), ("memsz", "u8"), ("align", "u8")])
 SYM = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("shndx", "u2"), ("value", "u8"), ("size", "u8")])
-PT_LOAD, PT_DYNAMIC, PT_NOTE, PT_TLS = 1, 2, 4, 7
+PT_LOAD, PT_DYNAMIC, PT_INTERP, PT_NOTE, PT_TLS = 1, 2, 3, 4, 7
 PF_W = 2
 SHF_ALLOC = 2
 DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SONAME, DT_DEBUG, DT_GNU_HASH = 4, 5, 6, 10, 14, 21, 0x6ffffef5

@@ -17,6 +17,7 @@ from .target.follow import Command
 from .target.live import Capture, destination, mappings, snapshot, take
 from .target.processes import Process, choose, harmless, name_of
 from .target.ptrace import Ended, LiveError, living_thread
+from .target.room import check_writable
 
 SNAPSHOT = "copy a process into a core file while it stands still for a moment"
 NOTE = """A system call that waits goes on after the stop as if nothing had been; but Linux ends a few with EINTR, as it does
@@ -127,8 +128,6 @@ def snapshot_word(arguments, prog="gdbleak snapshot"):
     chosen = parser.parse_args(arguments)
     check_process_options(chosen, parser)
     status = 0
-    if chosen.output is not None and is_single(chosen):
-        destination(chosen.output)
 
     def path_of(pid):
         if chosen.output is None:
@@ -136,6 +135,10 @@ def snapshot_word(arguments, prog="gdbleak snapshot"):
         root, ending = os.path.splitext(chosen.output)
         return chosen.output if is_single(chosen) else "%s.%d%s" % (root, pid, ending)
 
+    if chosen.output is None:
+        check_writable("./NAME.PID.core", replaces=True)
+    else:
+        destination(path_of(0))
     with Progress() as progress:
         for copy in copies(chosen, path_of, progress.show, chosen.pack):
             progress.clear()

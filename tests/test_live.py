@@ -557,7 +557,7 @@ def test_not_enough_space(run, tmp_path):
         assert list(small.iterdir()) == []
     finally:
         subprocess.run(["umount", small], check=True)
-    with pytest.raises(live.LiveError, match="cannot write .*/nowhere/core: No such file or directory"):
+    with pytest.raises(live.LiveError, match="cannot write .*/nowhere/core: there is no such directory"):
         live.snapshot(subject.pid, str(tmp_path / "nowhere" / "core"))
     assert subject.is_running(subject.said[0])
 

@@ -35,6 +35,7 @@ class RecordCommand(gdb.Command):
         return build
 
     def invoke(self, line, from_tty):
+        from ..cli import Failure, check_outputs
         gdb.set_convenience_variable("_gdbleak_status", 2)
         try:
             words = shlex.split(line)
@@ -42,8 +43,11 @@ class RecordCommand(gdb.Command):
                 gdb.write(self.__doc__ + "\n")
                 return
             chosen = self._parser().parse_args(words)
+            check_outputs(chosen)
         except (options.UsageError, ValueError) as error:
             raise gdb.GdbError(str(error)) from None
+        except Failure as error:
+            raise gdb.GdbError(f"leak-{self.name}: {error}") from None
         gdb.set_convenience_variable("_gdbleak_status", self._run(self._process(), self._words(chosen)))
 
     def _words(self, chosen) -> list[str]:

@@ -157,6 +157,8 @@ class _Starts(follow.Starts):
         self.ended = False
 
     def at_exec(self):
+        if self.session is not None:
+            self._notes.note(f"process {self._pid} runs another program now: that is recorded, from its start")
         self.remove()                           # what was in the program before went with its memory
         with contextlib.closing(tracee.Memory(self._pid)) as memory:
             is_static = Process(memory).is_static

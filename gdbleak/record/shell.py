@@ -5,7 +5,7 @@ import json
 from functools import partial
 
 from ..arguments import Parser, is_single, seconds
-from ..cli import DONE, FAILED, INTERRUPTED, Failure, Terminal
+from ..cli import DONE, FAILED, INTERRUPTED, Failure, Terminal, check_outputs
 from ..commands.options import RECORDINGS
 from ..flame import Profile, write
 from ..reports.document import VERSION
@@ -30,12 +30,7 @@ def run(word: str, arguments: list[str]) -> int:
             build.error(f"--{option} is for a process that runs already: it goes with -p")
     if chosen.seconds is None and chosen.command is None:
         chosen.seconds = _SECONDS
-    from ..flame import check_path
-    try:
-        if chosen.flame:
-            check_path(chosen.flame)
-    except ValueError as error:
-        raise Failure(str(error)) from None
+    check_outputs(chosen)
     with Terminal() as terminal:
         try:
             if chosen.command is not None:

@@ -35,7 +35,7 @@ import threading
 
 from .core_writer import MACHINES, PAGE, auxv_note, file_note, process_note, thread_notes, write_headers
 from .ptrace import Ended, IoVec, LiveError, Stopped, hurried, is_dead, libc, living_thread, no_permission, threads_of
-from .room import lack
+from .room import check_writable, lack
 
 Mapping = collections.namedtuple("Mapping", "start end perms offset device inode path deleted")
 Mapping.__doc__ = """One line of /proc/PID/maps.
@@ -639,16 +639,13 @@ def take(kind, stopped, tid, path, progress=None):
 
 
 def destination(path):
-    """Where a file named `path` goes, links followed. LiveError when something else than a file would be replaced."""
+    """Where a core file named `path` goes, links followed. LiveError when it cannot be written, or something else than a
+    file would be replaced."""
+    check_writable(path, replaces=True)
     real = os.path.realpath(path)
-    try:
-        mode = os.lstat(real).st_mode
-    except FileNotFoundError:
-        mode = stat.S_IFDIR if path.endswith("/") else stat.S_IFREG
-    except OSError as error:
-        raise LiveError("cannot write %s: %s" % (path, error.strerror))
+    mode = os.lstat(real).st_mode if os.path.lexists(real) else stat.S_IFREG
     if not stat.S_ISREG(mode):
-        kind = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link that leads nowhere", stat.S_IFIFO: "a pipe",
+        kind = {stat.S_IFLNK: "a link that leads nowhere", stat.S_IFIFO: "a pipe",
                 stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
         raise LiveError("cannot write %s: it is %s; the core goes into a file of its own" % (path, kind))
     return real

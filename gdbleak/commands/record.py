@@ -74,23 +74,29 @@ class RecordCommand(gdb.Command):
         command = [_python(), "-c", "import sys; from gdbleak.cli import main; sys.exit(main())", self.name,
                    "-p", str(pid), *arguments]
         paths = [str(environment.PACKAGE.parent), *(path for path in sys.path if path)]
+        selected = gdb.selected_thread()
+        selected = selected and selected.ptid
         gdb.execute("detach", to_string=True)
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
         finally:
-            self._attach(pid)
+            self._attach(pid, selected)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it was interrupted"])[-1]
             raise gdb.GdbError(f"leak-{self.name}: {last.removeprefix('gdbleak: ')}")
         _show(done.stdout)
         return done.returncode
 
-    def _attach(self, pid) -> None:
+    def _attach(self, pid, selected) -> None:
+        """Hold the process again, with the same thread selected if it is still there."""
         confirm = gdb.parameter("confirm")
         gdb.execute("set confirm off")
         try:
             gdb.execute(f"attach {pid}", to_string=True)
+            for thread in gdb.selected_inferior().threads():
+                if thread.ptid == selected:
+                    thread.switch()
         except gdb.error as error:
             gdb.write(f"leak-{self.name}: GDB cannot attach again: {error}\n", gdb.STDERR)
         finally:

@@ -308,6 +308,24 @@ def test_a_wrong_choice_is_one_line(arguments, told):
     assert done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("word, option, values", [
+    ("sizes", "--min-bytes", ["-5", " -1"]), ("memory", "--min-bytes", ["-5"]), ("pools", "--min-bytes", ["-5"]),
+    ("unreachable", "--min-bytes", ["-5"]), ("retained", "--min-bytes", ["-5"]), ("blocks", "--dump", ["-5"]),
+    ("blocks", "--top", ["-1", "nan", "inf", "1.5", ""]), ("sample", "--top", ["-1"]), ("mmaps", "--top", ["-1", "x"]),
+    ("sizes", "--after", ["-1", "0", "nan", "inf", "1e999"]), ("sizes", "--timeout", ["0", "-1", "nan", "inf"]),
+    ("sizes", "--max-stop", ["0", "-3", "nan", "inf"]), ("snapshot", "--max-stop", ["-1", "nan"]),
+    ("snapshot", "--after", ["-1", "inf"]), ("sample", "--seconds", ["0", "-1", "nan", "inf"]),
+    ("mmaps", "--seconds", ["0", "-1", "nan", "inf"]), ("sample", "--grace", ["-1", "nan", "inf"]),
+    ("sample", "--every", ["0", "-1", "nan", "1e3", "k", "", "99999999G"]), ("sample", "--rate", ["0", "-1", "inf"])])
+def test_a_number_that_makes_no_sense_is_one_line(word, option, values, tmp_path):
+    """Before anything is done, as of all that is wrong with a command line."""
+    for value in values:
+        done = run_cli(word, "-c", "touch started", option, value, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, ""), value
+        assert done.stderr.count("\n") == 1 and f"argument {option}: invalid " in done.stderr, done.stderr
+    assert not (tmp_path / "started").exists()
+
+
 # -- what is left, and what cannot be written --------------------------------------------------------------------------
 
 def test_processes_whose_main_thread_has_ended_are_chosen(program, tmp_path):

@@ -6,7 +6,7 @@ from functools import partial
 
 from ..arguments import Parser, is_single, seconds
 from ..cli import DONE, FAILED, INTERRUPTED, Failure, Terminal, check_outputs
-from ..commands.options import RECORDINGS
+from ..commands.options import RECORDINGS, lines
 from ..flame import Profile, write
 from ..reports.document import VERSION
 from ..several import add_under, table, total
@@ -152,7 +152,7 @@ def add_options(build, word: str) -> None:
     """Those that the GDB command has as well."""
     if word == "sample":
         _sample_options(build)
-    build.add_argument("--top", metavar="N", type=int, default=20, help="lines of the table at most (default 20)")
+    build.add_argument("--top", metavar="N", type=lines, default=20, help="lines of the table at most (default 20)")
     build.add_argument("--flame", metavar="FILE", help="write the flame graph as .svg, .folded or .txt")
     build.add_argument("--json", metavar="FILE",
                        help="also write the report as JSON (- is standard output, in place of the text)")

@@ -109,7 +109,8 @@ def describe(copy):
     if copy.ending:
         yield "the command %s" % copy.ending
     for lost in made.unreadable:
-        yield "not copied: %#x-%#x %s: %s" % (lost.start, lost.end, harmless(lost.path), lost.reason)
+        yield "not copied: %#x-%#x %s(%d bytes): %s" % (lost.start, lost.end, harmless(lost.path + " " * bool(lost.path)),
+                                                        lost.end - lost.start, lost.reason)
 
 
 # --------------------------------------------------------------------------------------------------------

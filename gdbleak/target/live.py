@@ -13,8 +13,10 @@ several processors.
 
 What the core file holds. Private anonymous memory and shared memory: whole; pages that were never touched
 are holes of the file, which read as zeros, as they do in the process. Mapped files: executables and libraries
-whole, of any other file the pages that the process has touched. Everything else (no access, device memory,
-``MADV_DONTDUMP``) is a segment without bytes in the file.
+whole, of any other file the pages that the process has touched. Of memory that the program itself may not read
+(``PROT_NONE``, ``PROT_WRITE``) the pages that there are, through /proc/PID/mem. Everything else (device memory,
+``MADV_DONTDUMP``, what the kernel does not let us read) is a segment without bytes in the file; a note of the core,
+which GDB leaves alone, lists it.
 
 Nothing is written to the process, and no function is called in it (see ptrace.py for how it is stopped).
 """
@@ -33,7 +35,8 @@ import struct
 import tempfile
 import threading
 
-from .core_writer import MACHINES, PAGE, auxv_note, file_note, process_note, thread_notes, write_headers
+from .core_writer import (MACHINES, PAGE, auxv_note, file_note, missing_note, process_note, thread_notes,
+                          write_headers)
 from .ptrace import Ended, IoVec, LiveError, Stopped, hurried, is_dead, libc, living_thread, no_permission, threads_of
 from .room import check_writable, lack
 
@@ -55,7 +58,7 @@ record/fork.py) forked_ms: how long it stood still again, to have its child reap
 no fork although one was asked for, else ""; vain_ms: how long it stood still before, for what came to nothing."""
 
 Unreadable = collections.namedtuple("Unreadable", "start end path reason")
-Unreadable.__doc__ = """Readable memory that is not in the core, and why (`reason`: a few words)."""
+Unreadable.__doc__ = """Memory that is not in the core, and why (`reason`: a few words)."""
 
 
 def mappings(pid, known=None):
@@ -263,6 +266,9 @@ class _Survey:
         self._tid = tid
         self.flags = vm_flags(tid)
         self._pages = _PageMap(tid)
+        # An older kernel takes long to tell that nothing is in a large reservation: then what it told before counts.
+        self._empty = set() if self._pages.gap else _empty(tid)
+        self.kept_out = {}          # mapping that the program cannot read, and is left out: its pages
 
     def close(self):
         self._pages.close()
@@ -273,7 +279,7 @@ class _Survey:
         self._tid, self._pages = tid, _PageMap(tid)
 
     def excluded(self, mapping):
-        """Why a readable mapping is left out, or None."""
+        """Why a mapping is left out, or None."""
         flags = self.flags.get(mapping.start, ())
         if "io" in flags or "pf" in flags:
             return "device memory"
@@ -292,15 +298,16 @@ class _Survey:
                 existing = self._pages.existing(asked[0].start, asked[-1].end)
                 ends = [end for _, end in existing]
                 for mapping in asked:
-                    pages = _within(existing, ends, mapping)
-                    touched = None if is_anonymous(mapping) else joined(pages, _FILE_GAP)
-                    found[mapping] = ([(mapping.start, mapping.end)], pages) if touched is None else (touched, touched)
+                    found[mapping] = self._asked(mapping, _within(existing, ends, mapping))
                 del asked[:]
             check()
 
         for mapping in maps:
             whole = [(mapping.start, mapping.end)]
-            if "r" not in mapping.perms or self.excluded(mapping):
+            if is_hidden(mapping) and mapping.start not in self._empty:
+                asked.append(mapping)
+                continue
+            if is_hidden(mapping) or self.excluded(mapping):
                 found[mapping] = [], []
             elif mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
                 found[mapping] = whole, whole
@@ -317,6 +324,17 @@ class _Survey:
                 answer()
         answer()
         return found
+
+    def _asked(self, mapping, pages):
+        """(stored, data) of a mapping whose pages are these."""
+        if is_hidden(mapping):
+            if self.excluded(mapping):
+                self.kept_out[mapping], pages = pages, []
+            return pages, pages
+        if is_anonymous(mapping):
+            return [(mapping.start, mapping.end)], pages
+        touched = joined(pages, _FILE_GAP)
+        return touched, touched
 
     def _shared_data(self, mapping):
         """The parts of shared memory that exist, whoever touched them. To read the others would create them.
@@ -342,6 +360,16 @@ class _Survey:
         return found
 
 
+def hidden_pages(pid):
+    """[(start, end)] of the pages that there are of memory that a process itself may not read. OSError if it is gone."""
+    survey = _Survey(pid)
+    try:
+        hidden = [m for m in mappings(pid) if is_hidden(m) and not is_skipped(m)]
+        return [pages for _, data in survey.ranges(hidden, ()).values() for pages in data]
+    finally:
+        survey.close()
+
+
 # Device memory, without pages behind it; left out of cores; not there in a child, or zeroed; watched by userfaultfd.
 _FLAGS = {"io", "pf", "dd", "dc", "wf", "um", "uw", "ui"}
 
@@ -359,6 +387,25 @@ def vm_flags(tid):
             elif not head.endswith(b":"):
                 start = int(head.split(b"-")[0], 16)
     return flags
+
+
+def _empty(tid):
+    """The starts of the mappings that have no page in memory or swap, as smaps tells."""
+    found, start = set(), 0
+    with open("/proc/%d/smaps" % tid, "rb") as file:
+        for line in file:
+            words = line.split(None, 2)
+            if not words[0].endswith(b":"):
+                start = int(words[0].split(b"-")[0], 16)
+                found.add(start)
+            elif words[0] in (b"Rss:", b"Swap:") and words[1] != b"0":
+                found.discard(start)
+    return found
+
+
+def is_hidden(mapping):
+    """Whether the program itself may not read it."""
+    return "r" not in mapping.perms
 
 
 def _is_shared_memory(mapping):
@@ -739,12 +786,13 @@ class Capture:
         failed = joined(sorted(self._copier.failed), 0)
         stored = {m: without(ranges, failed) for m, ranges in stored.items()}
         segments = load_segments(moment.maps, stored, self._image)
-        notes = b"".join(moment.notes[:3] + [file_note(moment.maps)] + moment.notes[3:])
+        unreadable = self._unreadable(moment.maps, failed)
+        notes = b"".join(moment.notes[:3] + [file_note(moment.maps)] + moment.notes[3:] + [missing_note(unreadable)])
         write_headers(self._fd, self._room, self._image.size, segments, notes)
         exe = moment.exe[:-len(" (deleted)")] if moment.exe.endswith(" (deleted)") else moment.exe
         vain = stopped.total - stopped.milliseconds if stopped.milliseconds else 0.0
         return Snapshot(path, stopped.pid, exe, tuple(moment.threads), self._copier.bytes_copied, stopped.began,
-                        stopped.milliseconds, self._unreadable(moment.maps, failed), None, "", vain)
+                        stopped.milliseconds, unreadable, None, "", vain)
 
     def _prepare(self, report):
         """All that can be done while the process runs."""
@@ -806,9 +854,10 @@ class Capture:
     def _unreadable(self, maps, failed):
         found, ends = [], [end for _, end in failed]
         for mapping in maps:
-            reason = "r" in mapping.perms and not is_skipped(mapping) and self._survey.excluded(mapping)
+            reason = not is_skipped(mapping) and self._survey.excluded(mapping)
             if reason:
-                found.append(Unreadable(mapping.start, mapping.end, mapping.path, reason))
+                ranges = self._survey.kept_out.get(mapping, ()) if is_hidden(mapping) else [mapping[:2]]
+                found += [Unreadable(start, end, mapping.path, reason) for start, end in ranges]
             for start, end in _within(failed, ends, mapping):
                 found.append(Unreadable(start, end, mapping.path, "the kernel refuses to read it"))
         return found

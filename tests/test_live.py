@@ -621,7 +621,7 @@ def test_a_range_that_cannot_be_read_is_found_by_few_looks(tmp_path, holes):
         image = live._Image(file.fileno(), 0)
         image._slots = [live._Slot(base, base + (PAGE << 26), 0, 0)]
         image._index()
-        copier = live._Copier(os.getpid(), image)
+        copier = live._Copier(os.getpid(), image, set())
         copier._memory.close()
         copier._memory = Readable(holes)
         for start, end in holes:

@@ -92,6 +92,8 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.process_vm_readv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong,
                                   ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
 libc.process_vm_readv.restype = ctypes.c_ssize_t
+libc.pread64.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+libc.pread64.restype = ctypes.c_ssize_t
 
 _MADV_POPULATE_WRITE = 23       # Linux 5.14
 _IOV_MAX = 1024                 # pieces that one process_vm_readv takes
@@ -129,6 +131,10 @@ class ProcessMemory:
                 break
             done += count
         return done
+
+    def read_hidden(self, address, length, here):
+        """Read to the local address `here` what the process itself may not read: bytes read, 0 on any error."""
+        return max(libc.pread64(self._fd, here, length, address), 0)
 
     def can_read(self, address):
         """Whether there is something to read at an address."""
@@ -269,6 +275,7 @@ class _Survey:
         # An older kernel takes long to tell that nothing is in a large reservation: then what it told before counts.
         self._empty = set() if self._pages.gap else _empty(tid)
         self.kept_out = {}          # mapping that the program cannot read, and is left out: its pages
+        self.hidden = set()         # ranges to be copied that it cannot read
 
     def close(self):
         self._pages.close()
@@ -330,6 +337,7 @@ class _Survey:
         if is_hidden(mapping):
             if self.excluded(mapping):
                 self.kept_out[mapping], pages = pages, []
+            self.hidden.update(pages)
             return pages, pages
         if is_anonymous(mapping):
             return [(mapping.start, mapping.end)], pages
@@ -522,12 +530,13 @@ class _Image:
 class _Copier:
     """Copies ranges of a process's memory into an `_Image`; remembers what could not be read."""
     _BATCH = 32 << 20           # bytes a system call: how often the time is looked at
-    _STEP = 1 << 20
+    _STEP, _OFTEN = 1 << 20, 1 << 18
     _PROCESSORS = min(4, len(os.sched_getaffinity(0)))      # more of them wait for the memory
 
-    def __init__(self, tid, image):
+    def __init__(self, tid, image, hidden):
+        """hidden: ranges that the process itself cannot read, nor process_vm_readv; more may come to them."""
         self._memory = ProcessMemory(tid)
-        self._image = image
+        self._image, self._hidden = image, hidden
         self._lock = threading.Lock()
         self.bytes_copied = 0
         self.failed = []            # ranges that cannot be read
@@ -553,8 +562,8 @@ class _Copier:
                 while batches and not ended.is_set():
                     look()
                     with contextlib.suppress(IndexError):       # another one has taken the last
-                        batch = batches.pop()
-                        self._copy_batch(batch, look)
+                        batch, copy = batches.pop()
+                        copy(batch, look)
                         tell(sum(length for _, length, _ in batch))
             except BaseException as error:
                 ended.set()
@@ -571,7 +580,15 @@ class _Copier:
             raise errors[0]
 
     def _batches(self, ranges):
-        """Lists of (address, length, local address), each for one system call."""
+        """Lists of (address, length, local address), each for one system call; those of what is hidden by themselves."""
+        ranges = list(ranges)
+        hidden = [r for r in ranges if r in self._hidden]
+        for batch in self._batches_of(r for r in ranges if r not in self._hidden):
+            yield batch, self._copy_batch
+        for batch in self._batches_of(hidden):
+            yield batch, self._copy_hidden
+
+    def _batches_of(self, ranges):
         batch, size = [], 0
         for start, end in ranges:
             for piece in self._image.pieces(start, end):
@@ -599,6 +616,22 @@ class _Copier:
             size -= length - count
             self._copy_slowly(address + count, length - count, local + count, between)
             between()
+
+    def _copy_hidden(self, batch, between):
+        since = 0
+        for address, length, local in batch:
+            done = 0
+            while done < length:
+                count = self._memory.read_hidden(address + done, min(length - done, self._STEP), local + done)
+                self._count(count)
+                if not count:
+                    self._copy_slowly(address + done, length - done, local + done, between)
+                    break
+                done += count
+                since += count
+                if since >= self._OFTEN:
+                    between()
+                    since = 0
 
     def _copy_slowly(self, address, length, local, between):
         """What the system call left: as far as it goes, without the pages that cannot be read."""
@@ -763,7 +796,7 @@ class Capture:
         self._room = -(-2 * need // PAGE) * PAGE
         self._image = _Image(fd, self._room)
         stack.callback(self._image.close)
-        self._copier = _Copier(tid, self._image)
+        self._copier = _Copier(tid, self._image, self._survey.hidden)
         stack.callback(self._copier.close)
 
     def run(self, path, progress):

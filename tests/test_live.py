@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from gdbleak.target import live, ptrace
-from tests.live_target import (Core, as_root, by_hand, checksum, copy, gdb, gdb_memory, program, run,   # noqa: F401
+from tests.live_target import (Core, Subject, as_root, by_hand, checksum, copy, gdb, gdb_memory, program, run,   # noqa: F401
                                tools, wait_until)
+from tests.targets import build
 
 pytestmark = tools
 PAGE = live.PAGE
@@ -276,6 +277,59 @@ def test_limit_of_the_stop(run, tmp_path):
         live.snapshot(subject.pid, str(tmp_path / "core"), max_stop=0.001)
     assert list(tmp_path.iterdir()) == []
     assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
+
+
+class Work:
+    """In the place of a module's `time`: a millisecond passes with each read(2), and with nothing else."""
+
+    def __init__(self, monkeypatch):
+        self.now, real = 1000.0, os.read
+        self.sleep, self.reads = time.sleep, 0
+
+        def read(*arguments):
+            self.now += 0.001
+            self.reads += 1
+            return real(*arguments)
+        monkeypatch.setattr(live.os, "read", read)
+        monkeypatch.setattr(ptrace, "time", self)
+
+    def monotonic(self):
+        return self.now
+
+
+def test_limit_of_the_stop_of_very_many_mappings(tmp_path, monkeypatch):
+    """To list them takes long; the limit is looked at in the midst of it."""
+    exe = build("live_stop", "-O2").path
+    subject = Subject(exe, "32", "1", "split", greeting=False)
+    try:
+        assert subject.process.stdout.readline() == "ready %d\n" % subject.pid
+        stopped = live.Stopped(subject.pid, 0.01)
+        work = Work(monkeypatch)
+        known = {}
+        assert len(live.mappings(subject.pid, known)) > 8000
+        reads = work.reads
+        assert reads > 40
+        with pytest.raises(live.LiveError, match="would last longer than the 10 ms allowed"):
+            live.take(live.Capture, stopped, subject.pid, str(tmp_path / "core"))
+        assert 10 < stopped.milliseconds < 15
+        # And what goes over the list ends as soon as it is told to.
+        asked = []
+
+        def ends():
+            asked.append(1)
+            raise live.LiveError("over")
+        work.reads = 0
+        with pytest.raises(live.LiveError, match="over"):
+            live.mappings(subject.pid, known, ends)
+        assert work.reads < 10 and list(tmp_path.iterdir()) == []
+        seen = []
+        with pytest.raises(live.LiveError, match="over"):
+            for number in live.checked(range(100000), ends):
+                seen.append(number)
+        assert len(seen) <= 256
+    finally:
+        subject.process.kill()
+        subject.process.wait()
 
 
 def waits_for_its_second_child(subject):

@@ -61,17 +61,33 @@ Unreadable = collections.namedtuple("Unreadable", "start end path reason")
 Unreadable.__doc__ = """Memory that is not in the core, and why (`reason`: a few words)."""
 
 
-def mappings(pid, known=None):
+def mappings(pid, known=None, check=lambda: None):
     """The address space of process `pid`: a list of `Mapping`, by address. OSError if it is gone.
 
-    known: {line: `Mapping`} of lines read before, which need not be parsed again; gets the new ones."""
-    with open("/proc/%d/maps" % pid, "rb") as file:
-        lines = file.read().split(b"\n")
+    known: {line: `Mapping`} of lines read before, which need not be parsed again; gets the new ones. check(): called
+    now and then; a list can be long."""
     known = {} if known is None else known
-    for line in lines:
-        if line and line not in known:
-            known[line] = _parse_mapping(os.fsdecode(line))
-    return [known[line] for line in lines if line]
+    found, rest = [], b""
+    fd = os.open("/proc/%d/maps" % pid, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for data in checked(iter(lambda: os.read(fd, 1 << 16), b""), check, 4):     # the kernel gives a page at most
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                mapping = known.get(line)
+                if mapping is None:
+                    mapping = known[line] = _parse_mapping(os.fsdecode(line))
+                found.append(mapping)
+    finally:
+        os.close(fd)
+    return found
+
+
+def checked(items, check, distance=256):
+    """The items, with check() called now and then."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if not number % distance:
+            check()
 
 
 def _parse_mapping(line):
@@ -309,28 +325,31 @@ class _Survey:
                 del asked[:]
             check()
 
-        for mapping in maps:
-            whole = [(mapping.start, mapping.end)]
-            if is_hidden(mapping) and mapping.start not in self._empty:
-                asked.append(mapping)
-                continue
-            if is_hidden(mapping) or self.excluded(mapping):
-                found[mapping] = [], []
-            elif mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
-                found[mapping] = whole, whole
-            elif _is_shared_memory(mapping):
-                found[mapping] = whole, self._shared_data(mapping)
-            else:
+        for mapping in checked(maps, check):
+            decided = self._decided(mapping, programs)
+            if decided is None:
                 if mapping.start - end > self._pages.gap or len(asked) == _TOGETHER:
                     answer()
                 asked.append(mapping)
                 end = mapping.end
-                continue
-            # What is not asked for lies between: it is not worth a look unless it is small.
-            if mapping.end - mapping.start > _SMALL:
-                answer()
+            else:
+                found[mapping] = decided
+                # It lies between those that are asked for: not worth a look unless it is small.
+                if mapping.end - mapping.start > _SMALL:
+                    answer()
         answer()
         return found
+
+    def _decided(self, mapping, programs):
+        """(stored, data) of a mapping without a look at its pages; None when they decide."""
+        whole = [(mapping.start, mapping.end)]
+        if is_hidden(mapping):
+            return ([], []) if mapping.start in self._empty else None
+        if self.excluded(mapping):
+            return [], []
+        if mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
+            return whole, whole
+        return (whole, self._shared_data(mapping)) if _is_shared_memory(mapping) else None
 
     def _asked(self, mapping, pages):
         """(stored, data) of a mapping whose pages are these."""
@@ -461,7 +480,7 @@ class _Image:
         self._windows = []
 
     def reserve(self, ranges):
-        """Give ranges that have no place one; the file grows sparse, and is mapped."""
+        """Give ranges (an iterable) that have no place one; the file grows sparse, and is mapped."""
         new = sorted(r for r in ranges if r not in self._places)        # in the stop few
         missing = without(new, sorted(self._places)) if new else []
         if not missing:
@@ -554,7 +573,7 @@ class _Copier:
         """Copy `ranges`, calling `between` now and then, and done(bytes) after each step; both on this thread.
 
         The threads that help have this one's priority."""
-        batches = list(self._batches(ranges))[::-1]
+        batches = list(self._batches(checked(ranges, between)))[::-1]
         ended, errors = threading.Event(), []
 
         def work(look, tell):
@@ -845,8 +864,9 @@ class Capture:
         with hurried(), self._stopped as stopped:
             moment = self._look()
             copied = self._still_constant(moment.maps)
-            now = self._ranges([m for m in moment.maps if m not in copied], program_files(moment.maps))
-            self._copier.copy([r for _, data in now.values() for r in data], stopped.check)
+            now = self._ranges([m for m in checked(moment.maps, stopped.check) if m not in copied],
+                               program_files(checked(moment.maps, stopped.check)))
+            self._copier.copy([r for _, data in checked(now.values(), stopped.check) for r in data], stopped.check)
             stopped.check()
         return moment, {m: self._early[m][0] if m in copied else now[m][0] for m in moment.maps if not is_skipped(m)}
 
@@ -858,21 +878,16 @@ class Capture:
         self._copier.reopen(self._tid)
         parents = _parents(self._tid)
         size = MACHINES[platform.machine()][1]
-        first, *others = [self._checked(thread_notes(tid, parents, size), i) for i, tid in enumerate(threads)]
+        first, *others = [thread_notes(tid, parents, size) for tid in checked(threads, self._stopped.check)]
         process = process_note(self._stopped.pid, self._tid, parents)
-        return _Moment(threads, self._checked(mappings(self._tid, self._lines)), os.readlink("/proc/%d/exe" % self._tid),
+        maps = mappings(self._tid, self._lines, self._stopped.check)
+        return _Moment(threads, maps, os.readlink("/proc/%d/exe" % self._tid),
                        [first, process, auxv_note(self._tid)] + others)
-
-    def _checked(self, value, number=0):
-        """`value`; now and then, by its number, the stop is checked."""
-        if not number % _TOGETHER:
-            self._stopped.check()
-        return value
 
     def _still_constant(self, maps):
         """The mappings that were copied while the process ran, and are still there; others of those are forgotten."""
-        copied = {m for m in maps if m in self._early and is_constant(m)}
-        stale = [m for m in self._early if is_constant(m) and m not in copied]
+        copied = {m for m in checked(maps, self._stopped.check) if is_constant(m) and m in self._early}
+        stale = [m for m in checked(self._early, self._stopped.check) if is_constant(m) and m not in copied]
         changed = sorted(r for m in stale for r in self._early[m][0])
         self._image.forget(changed)
         self._copier.failed = without(sorted(self._copier.failed), changed)
@@ -880,8 +895,9 @@ class Capture:
 
     def _ranges(self, maps, programs, check=None):
         """{mapping: (stored, data)} as the survey says it now, with a place in the image."""
-        now = self._survey.ranges([m for m in maps if not is_skipped(m)], programs, check or self._stopped.check)
-        self._image.reserve(r for stored, _ in now.values() for r in stored)
+        check = check or self._stopped.check
+        now = self._survey.ranges([m for m in checked(maps, check) if not is_skipped(m)], programs, check)
+        self._image.reserve(r for stored, _ in checked(now.values(), check) for r in stored)
         return now
 
     def _unreadable(self, maps, failed):

@@ -260,6 +260,7 @@ class _HeldStop(tracee.Halted):
         for tid, (event, number) in stops.items():
             is_signal = not event and number < signal.NSIG      # else an event, or a system call
             with contextlib.suppress(OSError):                  # killed meanwhile
+                ptrace.ptrace(ptrace.PTRACE_SETOPTIONS, tid, 0, follow.FOLLOWING)
                 ptrace.ptrace(ptrace.PTRACE_CONT, tid, 0, number if is_signal else 0)
 
 

@@ -99,7 +99,8 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
     readable = [(m.start, m.end) for m in mappings
                 if "r" in m.perms and m.path not in ("[vvar]", "[vsyscall]", "[vvar_vclock]")]
     if native:
-        readable += live.hidden_pages(inferior.pid)
+        with contextlib.suppress(OSError):
+            readable += live.hidden_pages(inferior.pid)
     reader = _reader_of(inferior.pid) if native else _read_through_gdb
     source = Source("pid", pid=inferior.pid)
     if not native:

@@ -22,6 +22,7 @@ from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE
 _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT = 0x40, 6
 _PTRACE_O_TRACEEXEC, _PTRACE_EVENT_EXEC = 0x10, 4
 _PTRACE_O_SYSGOOD, _PTRACE_TO_CALL, _AT_CALL = 1, 24, (0, signal.SIGTRAP | 0x80)   # 24: PTRACE_SYSCALL
+FOLLOWING = PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT | _PTRACE_O_TRACEEXEC | _PTRACE_O_SYSGOOD   # with starts
 # Number of exit(2), and where a stopped thread's registers have the number of its call.
 _EXIT, _CALL_NUMBER = {"x86_64": (60, 15 * 8), "aarch64": (93, 8 * 8)}.get(platform.machine(), (0, 0))
 _EXECVE = {"x86_64": (59, 322), "aarch64": (221, 281)}.get(platform.machine(), ())
@@ -216,8 +217,7 @@ class _Follower:
 
     def run(self, begin):
         """Follow the process. begin(): called when it is traced. Sets `outcome`."""
-        options = _PTRACE_O_TRACEEXEC | _PTRACE_O_SYSGOOD if self._starts else 0
-        ptrace(PTRACE_SEIZE, self._pid, 0, PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT | options)
+        ptrace(PTRACE_SEIZE, self._pid, 0, FOLLOWING if self._starts else PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT)
         begin()
         while self._deadline is None or time.monotonic() < self._deadline:
             # A stop raises SIGCHLD, which stays pending while it is blocked.

@@ -87,9 +87,9 @@ def record(make: Callable[..., Session], pid: int, timing: Timing, notes: Notes)
     installation = session.installation
     try:
         session.install()
-        notes.note(f"recording process {pid} for {timing.seconds:g} s")
         with ptrace.hurried():
-            lasted = _watch(session, timing.seconds, "recording", notes.progress)
+            lasted = _watch(session, timing.seconds, "recording", notes.progress,
+                            lambda: notes.note(f"recording process {pid} for {timing.seconds:g} s"))
             session.watch_frees()
             _watch(session, timing.grace, "watching frees", notes.progress)
         session.collect()
@@ -107,10 +107,11 @@ def _held(timing) -> str:
     return f"within {timing.grace:g} s more" if timing.grace else "by then"
 
 
-def _watch(session, seconds, what, progress) -> float:
-    """Wait; returns how long. Raises OSError when the process ends."""
+def _watch(session, seconds, what, progress, begin=lambda: None) -> float:
+    """Call `begin`, and wait; returns how long. Ctrl-C ends it early. OSError when the process ends."""
     began = time.monotonic()
     try:
+        begin()
         while True:
             passed = time.monotonic() - began
             if passed >= seconds:

@@ -135,8 +135,7 @@ def analyse(word: str, arguments: List[str]) -> int:
     chosen = both.parse_args(arguments)
     check_target_options(chosen, both)
     gdb = find_gdb(chosen.gdb)
-    for path in {getattr(chosen, "json", None), getattr(chosen, "flame", None)} - {None, "-"}:
-        check_writable(path)
+    check_outputs(chosen)
     with Terminal() as terminal, live_errors():
         if chosen.core is None and not is_single(chosen):
             from .several import analyse_each
@@ -147,14 +146,20 @@ def analyse(word: str, arguments: List[str]) -> int:
             return run_in_gdb(gdb, command, target, chosen.timeout, terminal)
 
 
-def check_writable(path: str) -> None:
-    """Raises Failure when no file can be written there: known before a process is stopped for it."""
-    directory = os.path.dirname(os.path.abspath(path))
-    for problem, is_so in (("there is no such directory", not os.path.isdir(directory)),
-                           ("it is a directory", os.path.isdir(path)),
-                           ("no permission", not os.access(path if os.path.exists(path) else directory, os.W_OK))):
-        if is_so:
-            raise Failure(f"cannot write {path}: {problem}")
+def check_outputs(chosen: argparse.Namespace) -> None:
+    """Raises Failure when --json or --flame name what cannot be written: before anything is done to a process."""
+    from .target.room import check_writable
+
+    with live_errors():
+        for path in {getattr(chosen, "json", None), getattr(chosen, "flame", None)} - {None, "-"}:
+            check_writable(path)
+    if getattr(chosen, "flame", None):
+        from .flame import check_path
+
+        try:
+            check_path(chosen.flame)
+        except ValueError as error:
+            raise Failure(str(error)) from None
 
 
 def command_line(word: str, arguments: List[str], *more: str, without: Tuple[str, ...] = ()) -> str:

@@ -8,15 +8,24 @@ _NUMBER = re.compile(r"(0x[0-9a-f]+|\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?|b)?$", re.I
 
 
 def size(text: str, evaluate=None) -> int:
-    """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions)."""
+    """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions, as
+    unsigned 64-bit numbers). Raises ValueError, of a negative one too."""
+    value = number(text, evaluate)
+    if value >= 1 << 63:
+        raise ValueError(f"{text!r} is no size: it is negative, or too large")
+    return value
+
+
+def number(text: str, evaluate=None) -> int:
+    """The same for a number that may be any, an address for one."""
     match = _NUMBER.match(text.strip())
     if match:
-        number = int(match[1], 16) if match[1].lower().startswith("0x") else \
+        value = int(match[1], 16) if match[1].lower().startswith("0x") else \
             float(match[1]) if "." in match[1] else int(match[1])
-        number *= _UNITS[(match[2] or "").lower()]
-        if number >= 1 << 64:
+        value *= _UNITS[(match[2] or "").lower()]
+        if value >= 1 << 64:
             raise ValueError(f"{text!r} is too large: it does not fit into 64 bits")
-        return int(number)
+        return int(value)
     if evaluate is None:
         raise ValueError(f"{text!r} is no size: give a number, with k, M or G if you like")
     return evaluate(text)

@@ -6,7 +6,7 @@ import tempfile
 from typing import Dict, List, Tuple
 
 from . import cli
-from .flame import Profile, check_path, read_folded, write
+from .flame import Profile, read_folded, write
 from .reports.document import VERSION, Table
 from .target.ptrace import Ended
 
@@ -20,11 +20,6 @@ def analyse_each(word: str, arguments: List[str], chosen: argparse.Namespace, gd
     Raises Failure, and LiveError when there is no such process at all."""
     cli.check_sysroot(chosen)
     flame = getattr(chosen, "flame", None)
-    if flame:
-        try:
-            check_path(flame)
-        except ValueError as error:
-            raise cli.Failure(str(error)) from None
     unit = "objects" if getattr(chosen, "by", "bytes") == "count" else "bytes"
     profile = Profile(f"leak-{word} of several processes", SHARED, unit)
     quiet = chosen.json == "-" or flame == "-"

@@ -17,6 +17,7 @@ from .target.follow import Command
 from .target.live import Capture, destination, mappings, snapshot, take
 from .target.processes import Process, choose, harmless, name_of
 from .target.ptrace import Ended, LiveError, living_thread
+from .target.room import check_writable
 
 SNAPSHOT = "copy a process into a core file while it stands still for a moment"
 NOTE = """A system call that waits goes on after the stop as if nothing had been; but Linux ends a few with EINTR, as it does
@@ -74,13 +75,7 @@ def _files(pid, in_any_case):
 
 
 def _copy_command(chosen, path_of, progress, with_files):
-    try:
-        words = shlex.split(chosen.command)
-    except ValueError as error:
-        raise LiveError("-c: %s" % str(error).lower())
-    if not words:
-        raise LiveError("-c: an empty command")
-    with Command(words) as command:
+    with Command(chosen.command) as command:
         found = {}
 
         def at_exit(stopped):
@@ -114,7 +109,8 @@ def describe(copy):
     if copy.ending:
         yield "the command %s" % copy.ending
     for lost in made.unreadable:
-        yield "not copied: %#x-%#x %s: %s" % (lost.start, lost.end, harmless(lost.path), lost.reason)
+        yield "not copied: %#x-%#x %s(%d bytes): %s" % (lost.start, lost.end, harmless(lost.path + " " * bool(lost.path)),
+                                                        lost.end - lost.start, lost.reason)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -133,8 +129,6 @@ def snapshot_word(arguments, prog="gdbleak snapshot"):
     chosen = parser.parse_args(arguments)
     check_process_options(chosen, parser)
     status = 0
-    if chosen.output is not None and is_single(chosen):
-        destination(chosen.output)
 
     def path_of(pid):
         if chosen.output is None:
@@ -142,6 +136,10 @@ def snapshot_word(arguments, prog="gdbleak snapshot"):
         root, ending = os.path.splitext(chosen.output)
         return chosen.output if is_single(chosen) else "%s.%d%s" % (root, pid, ending)
 
+    if chosen.output is None:
+        check_writable("./NAME.PID.core", replaces=True)
+    else:
+        destination(path_of(0))
     with Progress() as progress:
         for copy in copies(chosen, path_of, progress.show, chosen.pack):
             progress.clear()

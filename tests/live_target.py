@@ -41,10 +41,10 @@ def copy(request):
 class Subject:
     """A running program; `said` holds the numbers of its first line."""
 
-    def __init__(self, *arguments, **options):
+    def __init__(self, *arguments, greeting=True, **options):
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
         self.pid = self.process.pid
-        self.said = [int(word) for word in self.process.stdout.readline().split()]
+        self.said = [int(word) for word in self.process.stdout.readline().split()] if greeting else []
 
     def ask(self, letter="a"):
         self.process.stdin.write(letter)

@@ -511,7 +511,11 @@ def test_an_interrupt_at_any_moment_returns_to_the_prompt(captured):
     ("--json /", "/: Is a directory"), ("--flame x.png", "must end in"),
     ("--flame /nonexistent/x.svg", "/nonexistent/x.svg: No"), ("--size 9-3", "is empty"),
     ("--size 99999999999999999999T", "64 bits"), ("--size -9999999999999999999999", "64 bits"),
-    ("--min-bytes 99999999999999999999", "64 bits"), ("--top x", "invalid int"), ("--arena 99", "no arena 99"),
+    ("--min-bytes 99999999999999999999", "64 bits"), ("--top x", "invalid lines"), ("--arena 99", "no arena 99"),
+    ("--min-bytes -5", "invalid size value: '-5'"), ("--min-bytes ' -0x10'", "invalid size value"),
+    ("--min-bytes 3-8", "'3-8' is no size: it is negative"), ("--min-bytes nan", "'nan' is no address or number"),
+    ("--size 3--8", "'-8' is no size"), ("--top -1", "invalid lines value"),
+    ("--top nan", "invalid lines value"), ("--top inf", "invalid lines value"), ("--arena -1", "no arena -1"),
     ("--wrong", "unrecognized"), ("'unbalanced", "quotation")])
 def test_one_line_about_what_cannot_be(words, told, captured):
     core = captured("heaps", "tcache")

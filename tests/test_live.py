@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from gdbleak.target import live, ptrace
-from tests.live_target import (Core, as_root, by_hand, checksum, copy, gdb, gdb_memory, program, run,   # noqa: F401
+from tests.live_target import (Core, Subject, as_root, by_hand, checksum, copy, gdb, gdb_memory, program, run,   # noqa: F401
                                tools, wait_until)
+from tests.targets import build
 
 pytestmark = tools
 PAGE = live.PAGE
@@ -210,7 +211,7 @@ def test_mappings_of_all_kinds(run, program, tmp_path, copy):
     # Of a file the touched pages, the others not.
     assert core.read(file + (1 << 20), 4096) == b"\x77" * 4096
     assert core.read(file + (3 << 20), 4096) is None
-    assert core.read(closed, 4096) == b"\x99" * 4096 and core.read(closed + 4096, 8) is None
+    assert core.read(closed, 8192) == b"\x99" * 8192
     output = gdb(program, made.path, "x/1xw %d" % (huge + 12345), "x/1xw %d" % (huge + (60 << 30)))
     assert "0x44332211" in output and "0x00000000" in output
     assert subject.is_running(heartbeat)
@@ -276,6 +277,59 @@ def test_limit_of_the_stop(run, tmp_path):
         live.snapshot(subject.pid, str(tmp_path / "core"), max_stop=0.001)
     assert list(tmp_path.iterdir()) == []
     assert subject.state()[1] == "0" and subject.is_running(subject.said[0])
+
+
+class Work:
+    """In the place of a module's `time`: a millisecond passes with each read(2), and with nothing else."""
+
+    def __init__(self, monkeypatch):
+        self.now, real = 1000.0, os.read
+        self.sleep, self.reads = time.sleep, 0
+
+        def read(*arguments):
+            self.now += 0.001
+            self.reads += 1
+            return real(*arguments)
+        monkeypatch.setattr(live.os, "read", read)
+        monkeypatch.setattr(ptrace, "time", self)
+
+    def monotonic(self):
+        return self.now
+
+
+def test_limit_of_the_stop_of_very_many_mappings(tmp_path, monkeypatch):
+    """To list them takes long; the limit is looked at in the midst of it."""
+    exe = build("live_stop", "-O2").path
+    subject = Subject(exe, "32", "1", "split", greeting=False)
+    try:
+        assert subject.process.stdout.readline() == "ready %d\n" % subject.pid
+        stopped = live.Stopped(subject.pid, 0.01)
+        work = Work(monkeypatch)
+        known = {}
+        assert len(live.mappings(subject.pid, known)) > 8000
+        reads = work.reads
+        assert reads > 40
+        with pytest.raises(live.LiveError, match="would last longer than the 10 ms allowed"):
+            live.take(live.Capture, stopped, subject.pid, str(tmp_path / "core"))
+        assert 10 < stopped.milliseconds < 15
+        # And what goes over the list ends as soon as it is told to.
+        asked = []
+
+        def ends():
+            asked.append(1)
+            raise live.LiveError("over")
+        work.reads = 0
+        with pytest.raises(live.LiveError, match="over"):
+            live.mappings(subject.pid, known, ends)
+        assert work.reads < 10 and list(tmp_path.iterdir()) == []
+        seen = []
+        with pytest.raises(live.LiveError, match="over"):
+            for number in live.checked(range(100000), ends):
+                seen.append(number)
+        assert len(seen) <= 256
+    finally:
+        subject.process.kill()
+        subject.process.wait()
 
 
 def waits_for_its_second_child(subject):
@@ -557,7 +611,7 @@ def test_not_enough_space(run, tmp_path):
         assert list(small.iterdir()) == []
     finally:
         subprocess.run(["umount", small], check=True)
-    with pytest.raises(live.LiveError, match="cannot write .*/nowhere/core: No such file or directory"):
+    with pytest.raises(live.LiveError, match="cannot write .*/nowhere/core: there is no such directory"):
         live.snapshot(subject.pid, str(tmp_path / "nowhere" / "core"))
     assert subject.is_running(subject.said[0])
 
@@ -621,7 +675,7 @@ def test_a_range_that_cannot_be_read_is_found_by_few_looks(tmp_path, holes):
         image = live._Image(file.fileno(), 0)
         image._slots = [live._Slot(base, base + (PAGE << 26), 0, 0)]
         image._index()
-        copier = live._Copier(os.getpid(), image)
+        copier = live._Copier(os.getpid(), image, set())
         copier._memory.close()
         copier._memory = Readable(holes)
         for start, end in holes:

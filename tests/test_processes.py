@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gdbleak import cli
-from gdbleak.target import processes
+from gdbleak.target import processes, room
 from gdbleak.target.ptrace import LiveError
 from tests.live_target import Subject, children, gdb, program, tools, wait_until        # noqa: F401
 from tests.targets import items_of, run_cli
@@ -308,6 +308,24 @@ def test_a_wrong_choice_is_one_line(arguments, told):
     assert done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("word, option, values", [
+    ("sizes", "--min-bytes", ["-5", " -1"]), ("memory", "--min-bytes", ["-5"]), ("pools", "--min-bytes", ["-5"]),
+    ("unreachable", "--min-bytes", ["-5"]), ("retained", "--min-bytes", ["-5"]), ("blocks", "--dump", ["-5"]),
+    ("blocks", "--top", ["-1", "nan", "inf", "1.5", ""]), ("sample", "--top", ["-1"]), ("mmaps", "--top", ["-1", "x"]),
+    ("sizes", "--after", ["-1", "0", "nan", "inf", "1e999"]), ("sizes", "--timeout", ["0", "-1", "nan", "inf"]),
+    ("sizes", "--max-stop", ["0", "-3", "nan", "inf"]), ("snapshot", "--max-stop", ["-1", "nan"]),
+    ("snapshot", "--after", ["-1", "inf"]), ("sample", "--seconds", ["0", "-1", "nan", "inf"]),
+    ("mmaps", "--seconds", ["0", "-1", "nan", "inf"]), ("sample", "--grace", ["-1", "nan", "inf"]),
+    ("sample", "--every", ["0", "-1", "nan", "1e3", "k", "", "99999999G"]), ("sample", "--rate", ["0", "-1", "inf"])])
+def test_a_number_that_makes_no_sense_is_one_line(word, option, values, tmp_path):
+    """Before anything is done, as of all that is wrong with a command line."""
+    for value in values:
+        done = run_cli(word, "-c", "touch started", option, value, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, ""), value
+        assert done.stderr.count("\n") == 1 and f"argument {option}: invalid " in done.stderr, done.stderr
+    assert not (tmp_path / "started").exists()
+
+
 # -- what is left, and what cannot be written --------------------------------------------------------------------------
 
 def test_processes_whose_main_thread_has_ended_are_chosen(program, tmp_path):
@@ -340,16 +358,50 @@ def test_copies_that_nobody_holds_are_swept_away(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == sorted([fresh, other])
 
 
-@pytest.mark.parametrize("option", ["--json", "--flame"])
-def test_what_cannot_be_written_is_known_before_a_stop(program, option, tmp_path):
-    subject = Subject(program, "ends", "wait")
-    try:
-        done = run_cli("sizes", "-p", str(subject.pid), option, str(tmp_path / "nowhere" / "x.txt"))
-        assert (done.returncode, done.stdout) == (2, "")
-        assert re.fullmatch(r"gdbleak: cannot write .*/nowhere/x.txt: there is no such directory\n", done.stderr)
-    finally:
-        subject.process.kill()
-        subject.process.wait()
+@pytest.mark.parametrize("word, option", [
+    ("sizes", "--json"), ("sizes", "--flame"), ("sample", "--json"), ("sample", "--flame"), ("mmaps", "--json"),
+    ("mmaps", "--flame"), ("snapshot", "-o")])
+@pytest.mark.parametrize("where, why", [
+    ("nowhere/x.txt", "there is no such directory"), ("directory", "it is a directory"),
+    ("nowhere/", "it is a directory"), ("/proc/x.txt", "No such file or directory"), ("y" * 300 + ".txt", "File name too long"),
+    ("file/x.txt", "there is no such directory")])
+def test_what_cannot_be_written_is_known_before_a_command_is_started(word, option, where, why, tmp_path):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    path = os.path.join(tmp_path, where)
+    done = run_cli(word, "-c", "touch started", option, path, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"gdbleak: cannot write {path}: {why}\n")
+    assert not (tmp_path / "started").exists() and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, and setpriv to lay it down")
+@pytest.mark.parametrize("word, option", [("sizes", "--json"), ("sample", "--flame"), ("snapshot", "-o")])
+def test_what_one_may_not_write_is_known_before_a_command_is_started(word, option, tmp_path):
+    (tmp_path / "x.txt").touch(0o444)
+    tmp_path.chmod(0o555)
+    done = subprocess.run(["setpriv", "--inh-caps=-dac_override", "--bounding-set=-dac_override", GDBLEAK, word, "-c",
+                           "touch /tmp/gdbleak-started", option, tmp_path / "x.txt"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == f"gdbleak: cannot write {tmp_path}/x.txt: Permission denied\n"
+    assert not os.path.exists("/tmp/gdbleak-started")
+
+
+def test_looking_whether_it_can_be_written_changes_nothing(tmp_path):
+    kept = tmp_path / "x.txt"
+    kept.write_text("as it was")
+    room.check_writable(str(kept))
+    room.check_writable(str(tmp_path / "new"))
+    room.check_writable(str(tmp_path / "new"), replaces=True)
+    os.mkfifo(tmp_path / "pipe")
+    room.check_writable(str(tmp_path / "pipe"))         # which nobody reads
+    room.check_writable("/dev/full")
+    assert kept.read_text() == "as it was" and sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "x.txt"]
+
+
+def test_an_ending_that_nothing_is_written_for_is_known_before_a_command_is_started(tmp_path):
+    for word in ("sizes", "sample", "mmaps"):
+        done = run_cli(word, "-c", "touch started", "--flame", "x.png", cwd=tmp_path)
+        assert done.returncode == 2 and re.fullmatch("gdbleak: cannot write .*must end in .*\n", done.stderr)
+    assert not (tmp_path / "started").exists()
 
 
 def test_an_ignored_hangup_stays_ignored():

@@ -60,13 +60,28 @@ def parser(name: str, shell: bool = False) -> argparse.ArgumentParser:
     return build
 
 
+def lines(text: str) -> int:
+    """A number of lines, or none. Raises ValueError."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
+def size(text: str) -> str:
+    """A size, which is an expression for GDB; that it is not negative is as much as can be told here. Raises
+    ValueError."""
+    if text.lstrip().startswith("-"):
+        raise ValueError(text)
+    return text
+
+
 def _top(build, default: int) -> None:
-    build.add_argument("--top", metavar="N", type=int, default=default,
+    build.add_argument("--top", metavar="N", type=lines, default=default,
                        help=f"lines of a list at most (default {default})")
 
 
 def _min_bytes(build) -> None:
-    build.add_argument("--min-bytes", metavar="N", default="0", help="leave out what is smaller")
+    build.add_argument("--min-bytes", metavar="N", type=size, default="0", help="leave out what is smaller")
 
 
 def _flame(build, what: str) -> None:
@@ -106,7 +121,7 @@ def _blocks(build):
     _set(build)
     build.add_argument("--sort", choices=("address", "size"), default="address",
                        help="order of the list (default address)")
-    build.add_argument("--dump", metavar="N", nargs="?", const="64",
+    build.add_argument("--dump", metavar="N", nargs="?", const="64", type=size,
                        help="hexdump of the first N bytes of each (default 64)")
     build.add_argument("--text", action="store_true", help="preview each block's contents as text")
     _top(build, 50)

@@ -35,6 +35,7 @@ class RecordCommand(gdb.Command):
         return build
 
     def invoke(self, line, from_tty):
+        from ..cli import Failure, check_outputs
         gdb.set_convenience_variable("_gdbleak_status", 2)
         try:
             words = shlex.split(line)
@@ -42,8 +43,11 @@ class RecordCommand(gdb.Command):
                 gdb.write(self.__doc__ + "\n")
                 return
             chosen = self._parser().parse_args(words)
+            check_outputs(chosen)
         except (options.UsageError, ValueError) as error:
             raise gdb.GdbError(str(error)) from None
+        except Failure as error:
+            raise gdb.GdbError(f"leak-{self.name}: {error}") from None
         gdb.set_convenience_variable("_gdbleak_status", self._run(self._process(), self._words(chosen)))
 
     def _words(self, chosen) -> list[str]:
@@ -70,23 +74,29 @@ class RecordCommand(gdb.Command):
         command = [_python(), "-c", "import sys; from gdbleak.cli import main; sys.exit(main())", self.name,
                    "-p", str(pid), *arguments]
         paths = [str(environment.PACKAGE.parent), *(path for path in sys.path if path)]
+        selected = gdb.selected_thread()
+        selected = selected and selected.ptid
         gdb.execute("detach", to_string=True)
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
         finally:
-            self._attach(pid)
+            self._attach(pid, selected)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it was interrupted"])[-1]
             raise gdb.GdbError(f"leak-{self.name}: {last.removeprefix('gdbleak: ')}")
         _show(done.stdout)
         return done.returncode
 
-    def _attach(self, pid) -> None:
+    def _attach(self, pid, selected) -> None:
+        """Hold the process again, with the same thread selected if it is still there."""
         confirm = gdb.parameter("confirm")
         gdb.execute("set confirm off")
         try:
             gdb.execute(f"attach {pid}", to_string=True)
+            for thread in gdb.selected_inferior().threads():
+                if thread.ptid == selected:
+                    thread.switch()
         except gdb.error as error:
             gdb.write(f"leak-{self.name}: GDB cannot attach again: {error}\n", gdb.STDERR)
         finally:

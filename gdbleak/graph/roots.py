@@ -96,7 +96,7 @@ def find(nodes: Nodes, vms: list) -> Roots:
 def find_areas(target: Target, heaps: list[GlibcHeap], vms: list) -> list[Area]:
     """The root areas, none overlapping another, stacks last.
 
-    All readable memory that a program can have written, less what belongs to an allocator, to Lua and to stacks; of
+    All memory that a program can have written, less what belongs to an allocator, to Lua and to stacks; of
     stacks what is alive; of the stacks that glibc keeps from ended threads only the descriptor, which leads to the dtv.
     """
     taken = _Taken()
@@ -132,9 +132,12 @@ def find_areas(target: Target, heaps: list[GlibcHeap], vms: list) -> list[Area]:
             rest.append(Area(start, end, MODULE, module))
             taken.add(start, end)
     for mapping in target.mappings:
-        if mapping.readable and (mapping.writable or not mapping.path) and not mapping.path.startswith("[v"):
+        if (mapping.writable or not mapping.path) and not mapping.path.startswith("[v"):
             kind = SHARED if mapping.path.startswith(_SHARED) else MEMORY
-            rest += [Area(start, end, kind, mapping) for start, end in taken.rest([(mapping.start, mapping.end)])]
+            # What the program may not read now is a root where there is something, which it may read again.
+            whole = [(mapping.start, mapping.end)]
+            parts = whole if mapping.readable else target.space.present(*whole[0])
+            rest += [Area(start, end, kind, mapping) for start, end in taken.rest(parts)]
     rest += [Area(start, end, MEMORY, target.mapping_at(start)) for start, end in foreign]
     order = {kind: k for k, kind in enumerate((MODULE, STORAGE, LUA, SHARED, MEMORY, DAMAGED, ENDED))}
     return sorted(rest, key=lambda area: (order[area.kind], area.start)) + live

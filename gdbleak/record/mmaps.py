@@ -11,14 +11,15 @@ import numpy as np
 
 from ..reports.document import Table, printable
 from ..target.live import Mapping
-from ..target.ptrace import LiveError, hurried
+from ..target.processes import statistics_of
+from ..target.ptrace import LiveError
 from . import agent as agents
-from . import sample, tracee
+from . import sample, session, tracee
 from .agent import word
 from .install import Installation, Target
 from .leaks import Recording
-from .modules import Process
-from .unwind import Stacks, Unwinder
+from .session import Course, Notes, Timing
+from .unwind import Stacks
 
 CALLS = {"mmap": agents.MMAP, "munmap": agents.MUNMAP, "mremap": agents.MREMAP, "brk": agents.BRK}
 SLOTS, SLOT_BYTES = 1 << 12, 8192 + 128 + 48
@@ -161,9 +162,11 @@ class _Ring:
 
     def _take(self, row, data):
         kind, result = int(row["kind"]), int(row["pointer"])
+        arguments = tuple(memoryview(data[-_ARGUMENTS:]).cast("Q"))
         if result == _FAILED or kind in (agents.MUNMAP, agents.BRK) and result & 0xffffffff:
             return
-        arguments = tuple(memoryview(data[-_ARGUMENTS:]).cast("Q"))
+        if kind == agents.BRK and not arguments[0]:     # it only asks
+            return
         length = min(int(row["stack_length"]), _STACK_BYTES) & ~7
         self.events.append(Event(int(row["before"]), int(row["after"]), kind, arguments, result, len(self.rows)))
         self.rows.append(row.tobytes())
@@ -172,87 +175,84 @@ class _Ring:
 
 def record(pid: int, seconds: float, note: Callable[[str], None], progress: Callable[[str], None]) -> Recording:
     """Record process `pid`. Raises LiveError. Ctrl-C ends the window early."""
-    target = Target(pid)
-    if target.filtered:
-        raise LiveError(f"process {pid} is under seccomp: a system call of the agent could be its end")
-    image = target.process.definer("mmap")
-    hooks = [hook for hook in (target.function(name, image) for name in CALLS) if hook] if image else []
-    if not any(hook.name == "mmap" for hook in hooks):
-        raise LiveError("no symbol tells where mmap is: a static program that was stripped cannot be recorded")
-    heaps = [(hook.address, hook.address + len(hook.body))
-             for hook in map(target.function, sample.ALLOCATORS) if hook]
-    installation = Installation(target, agents.Agent())
-    ring = _Ring(installation)
-    try:
-        start_break = _break(target, image)
-        installation.install(hooks, image, SLOTS * SLOT_BYTES, lambda: {
+    return session.record(MappingCalls, pid, Timing(seconds, 0.0), Notes(note, progress))
+
+
+class MappingCalls(session.Session):
+    """A recording of the mapping calls of process `pid`. Raises LiveError."""
+
+    look_every = _LOOK
+
+    def __init__(self, pid: int, kind=Installation):
+        super().__init__(pid)
+        target = self._target = Target(pid)
+        if target.filtered:
+            raise LiveError(f"process {pid} is under seccomp: a system call of the agent could be its end")
+        self._image = target.process.definer("mmap")
+        found = (target.function(name, self._image) for name in CALLS) if self._image else ()
+        self._hooks = [hook for hook in found if hook]
+        if not any(hook.name == "mmap" for hook in self._hooks):
+            raise LiveError("no symbol tells where mmap is: a static program that was stripped cannot be recorded")
+        self._heaps = [(hook.address, hook.address + len(hook.body))
+                       for hook in map(target.function, sample.ALLOCATORS) if hook]
+        self.installation = kind(target, agents.Agent())
+        self._ring = _Ring(self.installation)
+
+    def install(self) -> None:
+        installation = self.installation
+        self._start_break = _break(self._target, self._image)
+        installation.install(self._hooks, self._image, SLOTS * SLOT_BYTES, lambda: {
             "state": agents.SAMPLING.to_bytes(4, "little"), "slots": word(installation.room),
             "slot_count": word(SLOTS), "slot_bytes": word(SLOT_BYTES), "stack_bytes": word(_STACK_BYTES)})
-        before = _own(target, installation)
-        began = time.monotonic()
-        note(f"recording process {pid} for {seconds:g} s")
-        with hurried():
-            lasted = _watch(ring, began, seconds, progress)
-        installation.write("state", agents.PASSIVE, 4)
+        self._before = _own(self._target, installation)
+
+    def look(self) -> str:
+        self._ring.drain()
+        return f", {len(self._ring.events):,} calls"
+
+    def collect(self) -> None:
+        self.installation.write("state", agents.PASSIVE, 4)
         time.sleep(_LOOK)
-        ring.drain()
-        dropped = installation.read("dropped")
-        process = Process(target.memory)
-        after, name = _own(target, installation), process.name
-        unwinder = Unwinder(process)
-        for each in process.images:
-            each.elf
-    except OSError:
-        raise LiveError(f"process {pid} has ended, or runs another program now: what the agent recorded went with it")
-    finally:
-        removal = installation.remove()
-    progress("unwinding")
-    recording = Recording(
-        "mmaps", pid, f"Mmap Leak Flame Graph for {name} ({lasted:.3g} seconds sampling)",
-        f"Mapped in {lasted:.3g} s and not unmapped. Every call through libc.", noun="mappings")
-    kept = _still_there(replay(ring.events, start_break), after)
-    _name(recording, kept, ring, unwinder, heaps, after)
-    unseen = _unseen(before, after, kept)
-    recording.facts = [
-        f"pid {pid}: {len(ring.events):,} calls that succeeded; stopped {installation.stops} times, "
-        f"{installation.stop_ms:.1f} ms at most; no tracer was attached meanwhile", sample.removal_line(removal)]
-    if unseen:
-        recording.facts.append(f"{unseen:,} bytes more were mapped otherwise: by the dynamic linker, or by system "
-                               "calls that go past libc")
-    if dropped:
-        recording.partial.append(f"{dropped:,} calls were lost: they came faster than they could be read")
-    recording.numbers = {"seconds": round(lasted, 3), "calls": len(ring.events), "dropped": dropped, "unseen": unseen,
-                         "stop_ms": round(installation.stop_ms, 3)}
-    return recording
+        self._ring.drain()
+        self._dropped = self.installation.read("dropped")
+        super().collect()
+        self._after = _own(self._target, self.installation)
+
+    def recording(self, course: Course) -> Recording:
+        ring, after = self._ring, self._after
+        recording = Recording(
+            "mmaps", self.pid, f"Mmap Leak Flame Graph for {self.name} ({course.lasted:.3g} seconds sampling)",
+            f"Mapped in {course.lasted:.3g} s and not unmapped {course.held}. Every call through libc.", noun="mappings")
+        kept = _still_there(replay(ring.events, self._start_break), after)
+        _name(recording, kept, ring, self.unwinder, self._heaps)
+        unseen = _unseen(self._before, after, kept)
+        recording.facts = [f"pid {self.pid}: {len(ring.events):,} calls that succeeded", course.manner, course.outcome]
+        if unseen:
+            recording.facts.append(f"{unseen:,} bytes more were mapped otherwise: by the dynamic linker, or by system "
+                                   "calls that go past libc")
+        if self._dropped:
+            recording.partial.append(f"{self._dropped:,} calls were lost: they came faster than they could be read")
+        recording.numbers = {"seconds": round(course.lasted, 3), "calls": len(ring.events), "dropped": self._dropped,
+                             "unseen": unseen, **course.facts}
+        return recording
 
 
 def _break(target, image) -> int:
     """The program's break now."""
     symbol = image.symbols.address("__curbrk")
-    if symbol:
-        now = int.from_bytes(target.memory.read(symbol, 8), "little")
-        if now:
-            return now
-    return next((m.end for m in target.process.maps if m.path == "[heap]"), 0)
+    now = int.from_bytes(target.memory.read(symbol, 8), "little") if symbol else 0
+    return now or next((m.end for m in target.process.maps if m.path == "[heap]"), 0) or _first_break(target)
+
+
+def _first_break(target) -> int:
+    """The break that the program began with."""
+    return int(statistics_of(target.memory.tid)[44])
 
 
 def _own(target, installation) -> list[Mapping]:
     """The process's mappings without the agent's."""
     ours = {installation.base, installation.base + installation.agent.data, installation.room}
     return [m for m in tracee.mappings_of(target.pid) if m.start not in ours]
-
-
-def _watch(ring, began, seconds, progress) -> float:
-    try:
-        while True:
-            passed = time.monotonic() - began
-            if passed >= seconds:
-                return passed
-            progress(f"recording: {passed:.0f} of {seconds:g} s, {len(ring.events):,} calls")
-            ring.drain()
-            time.sleep(min(_LOOK, seconds - passed))
-    except KeyboardInterrupt:
-        return time.monotonic() - began
 
 
 def _still_there(pieces: Pieces, maps: list[Mapping]) -> list[tuple[Piece, Mapping]]:
@@ -280,7 +280,7 @@ def _unseen(before, after, kept) -> int:
     return sum(piece.end - piece.start for piece in seen)
 
 
-def _name(recording, kept, ring, unwinder, heaps, maps):
+def _name(recording, kept, ring, unwinder, heaps):
     """Fill the recording with the pieces' stacks, and its table with the mappings."""
     rows = np.frombuffer(b"".join(ring.rows), agents.SLOT)
     kept = [(piece, mapping) for piece, mapping in kept if piece.stack != BEFORE]

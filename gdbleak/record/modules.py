@@ -6,7 +6,7 @@ import ctypes
 import os
 from functools import cached_property, lru_cache
 
-from ..target.elf import DT_DEBUG, PHDR, PT_DYNAMIC, PT_LOAD, ElfFile, SymbolTable, open_elf
+from ..target.elf import DT_DEBUG, PHDR, PT_DYNAMIC, PT_INTERP, PT_LOAD, ElfFile, SymbolTable, open_elf
 from . import tracee
 
 _AT_PHDR, _AT_PHNUM = 3, 5
@@ -22,12 +22,37 @@ class Image:
         self.code = [(m.start, m.end) for m in maps if "x" in m.perms]
         self._root = f"/proc/{tid}/root"
         self._file = f"/proc/{tid}/map_files/{maps[0].start:x}-{maps[0].end:x}"
+        self._kept: list = []
         self.is_program = maps[0].offset == 0
+
+    def keep(self) -> None:
+        """Open the files, so that they can be read when the process has ended."""
+        _ = self.elf, self._debug
 
     @cached_property
     def elf(self) -> ElfFile | None:
         """The file; a deleted one too, where we may."""
-        return open_elf(self._file) or open_elf(self._root + self.path)
+        return self._open(self._file) or self._open(self._root + self.path)
+
+    @cached_property
+    def _debug(self) -> ElfFile | None:
+        """The separate file of its symbols."""
+        build_id = self.elf.build_id if self.elf else ""
+        debug = build_id and self._open(f"{self._root}/usr/lib/debug/.build-id/{build_id[:2]}/{build_id[2:]}.debug")
+        return debug if debug and debug.build_id == build_id else None
+
+    def _open(self, path) -> ElfFile | None:
+        """The ELF file at a path of the process, by a descriptor that is kept: the path goes with the process."""
+        try:
+            kept = open(path, "rb")
+        except OSError:
+            return None
+        elf = open_elf(f"/proc/self/fd/{kept.fileno()}")
+        if elf is None:
+            kept.close()
+        else:
+            self._kept.append(kept)
+        return elf
 
     @cached_property
     def bias(self) -> int:
@@ -45,9 +70,7 @@ class Image:
     @cached_property
     def tables(self) -> list[SymbolTable]:
         """All that name its functions: its own, and those of a separate debug file."""
-        build_id = self.elf.build_id if self.elf else ""
-        debug = build_id and open_elf(f"{self._root}/usr/lib/debug/.build-id/{build_id[:2]}/{build_id[2:]}.debug")
-        tables = [debug.symbols(self.bias) if debug and debug.build_id == build_id else None, self.symbols]
+        tables = [self._debug and self._debug.symbols(self.bias), self.symbols]
         return [table for table in tables if table is not None]
 
     def name_of(self, pc: int, begin: int | None) -> str:
@@ -115,11 +138,21 @@ class Process:
         except OSError:
             return self.images
 
-    def _program(self) -> tuple[Image, int]:
-        """The executable, and the address of its dynamic section, 0 of a static one."""
+    @property
+    def is_static(self) -> bool:
+        """Whether no dynamic linker loads the program's libraries."""
+        main, _ = self._program()
+        return main.elf is None or not (main.elf.phdrs["type"] == PT_INTERP).any()
+
+    @cached_property
+    def _auxiliary(self) -> dict[int, int]:
         with open(f"/proc/{self._tid}/auxv", "rb") as file:
             words = memoryview(file.read()).cast("Q").tolist()
-        auxiliary = dict(zip(words[::2], words[1::2]))
+        return dict(zip(words[::2], words[1::2]))
+
+    def _program(self) -> tuple[Image, int]:
+        """The executable, and the address of its dynamic section, 0 of a static one."""
+        auxiliary = self._auxiliary
         import numpy as np
         table = np.frombuffer(self.memory.read(auxiliary[_AT_PHDR], auxiliary[_AT_PHNUM] * PHDR.itemsize), PHDR)
         main = next((i for i in self.images if i.start <= auxiliary[_AT_PHDR] < i.end), None)

@@ -1,4 +1,4 @@
-"""The memory leak flame graph, sampled: by the agent, with no tracer attached while it records."""
+"""The memory leak flame graph, sampled: by the agent."""
 from __future__ import annotations
 
 import time
@@ -8,24 +8,24 @@ import numpy as np
 
 from ..target.ptrace import LiveError
 from . import agent as agents
+from . import session
 from .agent import word
 from .install import Installation, Target
 from .leaks import Recording
 from .lua import ROOM, LuaStacks
-from .modules import Process
-from .unwind import Stacks, Unwinder
+from .session import Course, Notes, Timing, removal_line    # noqa: F401  the last for record/exact.py
+from .unwind import Stacks
 
 ALLOCATORS = ("malloc", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "valloc", "pvalloc")
 SLOTS, STACK_BYTES = 1 << 14, 8192
 TICKS_A_QUANTUM = 1 << 24
-_LOOK = 0.05            # seconds between two looks at the target
 
 
 class Options(NamedTuple):
-    """seconds: of the window; grace: frees are watched for so long after it; by: "bytes" or "calls"; every: the mean
+    """seconds: of the window, None: until the process ends; grace: frees are watched for so long after it; by: "bytes" or "calls"; every: the mean
     distance of samples, 0: so many that there are `rate` a second; pools: nginx's pools in place of malloc's blocks."""
 
-    seconds: float = 5.0
+    seconds: float | None = 5.0
     grace: float = 0.5
     by: str = "bytes"
     every: int = 0
@@ -64,42 +64,53 @@ def record(pid: int, options: Options, note: Callable[[str], None], progress: Ca
 
     Raises LiveError. Ctrl-C ends the window early.
     """
-    target = Target(pid)
-    if target.filtered:
-        raise LiveError(f"process {pid} is under seccomp: a system call of the agent could be its end; use --exact")
-    hooks, image = hooks_of(target, options.pools)
-    lua = LuaStacks(pid) if options.lua else None
-    installation = Installation(target, agents.Agent(options.by == "calls"))
-    try:
-        installation.install(hooks, image, room_bytes(), lambda: {
-            **settings(installation, hooks, options), **(lua.settings if lua else {})})
-        began = time.monotonic()
-        note(f"recording process {pid} for {options.seconds:g} s")
-        seconds = _watch(installation, began, options.seconds, progress, "recording")
-        installation.write("state", agents.FREES_ONLY, 4)
-        _watch(installation, time.monotonic(), options.grace, progress, "watching frees")
+    return session.record(lambda *where: Sampling(options, *where), pid, Timing(options.seconds, options.grace),
+                          Notes(note, progress))
+
+
+class Sampling(session.Session):
+    """A sampled recording of process `pid`. Raises LiveError."""
+
+    def __init__(self, options: Options, pid: int, kind=Installation):
+        super().__init__(pid)
+        self._options = options
+        target = Target(pid)
+        if target.filtered:
+            raise LiveError(f"process {pid} is under seccomp: a system call of the agent could be its end; use --exact")
+        self._hooks, self._image = hooks_of(target, options.pools)
+        self._lua = LuaStacks(pid) if options.lua else None
+        self.installation = kind(target, agents.Agent(options.by == "calls"))
+
+    def install(self) -> None:
+        self.installation.install(self._hooks, self._image, room_bytes(), lambda: {
+            **settings(self.installation, self._hooks, self._options), **(self._lua.settings if self._lua else {})})
+
+    def look(self) -> str:
+        self.installation.read("taken")
+        return ""
+
+    def watch_frees(self) -> None:
+        self.installation.write("state", agents.FREES_ONLY, 4)
+
+    def collect(self) -> None:
+        installation = self.installation
         installation.write("state", agents.PASSIVE, 4)
-        rows, memory, areas = _read(installation)
-        counters = {name: installation.read(name) for name in ("taken", "released", "thinned", "missed", "dropped",
-                                                               "mean")}
-        process = Process(target.memory)
-        name = process.name
-        unwinder = Unwinder(process)
-        for each in process.images:         # the files are opened while the process is there
-            each.elf
+        self._samples = _read(installation)
+        self._counters = {name: installation.read(name) for name in ("taken", "released", "thinned", "missed", "dropped",
+                                                                     "mean")}
+        super().collect()
+        if self._lua:
+            self._lua.look_again()
+
+    def recording(self, course: Course) -> Recording:
+        rows, memory, areas = self._samples
+        unwinder, lua = self.unwinder, self._lua
+        found = unwinder.unwind(Stacks(rows, memory))
+        stacks = [tuple(unwinder.frames(addresses)) for addresses in found]
         if lua:
-            lua.look_again()
-    except OSError:
-        raise LiveError(f"process {pid} has ended, or runs another program now: what the agent recorded went with it")
-    finally:
-        removal = installation.remove()
-    progress("unwinding")
-    found = unwinder.unwind(Stacks(rows, memory))
-    stacks = [tuple(unwinder.frames(addresses)) for addresses in found]
-    if lua:
-        stacks = [lua.insert(*each, process, area) for *each, area in zip(stacks, found, areas)]
-    cut = sum(1 for addresses in found if addresses and addresses[-1] == 0)
-    return _recording(pid, name, options, seconds, rows, stacks, cut, counters, installation, removal)
+            stacks = [lua.insert(*each, self.process, area) for *each, area in zip(stacks, found, areas)]
+        cut = sum(1 for addresses in found if addresses and addresses[-1] == 0)
+        return _recording(self, course, self._options, rows, stacks, cut, self._counters)
 
 
 def room_bytes() -> int:
@@ -139,20 +150,6 @@ def _ticks_a_second() -> float:
         return 2e9
 
 
-def _watch(installation, began, seconds, progress, what) -> float:
-    """Wait; returns how long. Raises LiveError when the process ends."""
-    try:
-        while True:
-            passed = time.monotonic() - began
-            if passed >= seconds:
-                return passed
-            progress(f"{what}: {passed:.0f} of {seconds:g} s")
-            installation.read("taken")
-            time.sleep(min(_LOOK, seconds - passed))
-    except KeyboardInterrupt:
-        return time.monotonic() - began
-
-
 def _read(installation) -> tuple[np.ndarray, np.ndarray, list[bytes]]:
     """(rows of the live samples, their stacks as words, what was copied of Lua's)."""
     for _ in range(100):
@@ -181,38 +178,26 @@ def probabilities(rows: np.ndarray, by_bytes: bool) -> np.ndarray:
     return -np.expm1(-amount / rows["mean"])
 
 
-def _recording(pid, name, options, seconds, rows, stacks, cut, counters, installation, removal) -> Recording:
+def _recording(sampling, course, options, rows, stacks, cut, counters) -> Recording:
     chance = probabilities(rows, options.by == "bytes")
     what = "Nginx Pool" if options.pools else "Memory"
     recording = Recording(
-        "sample", pid, f"{what} Leak Flame Graph for {name} ({seconds:.3g} seconds sampling)",
-        f"Allocated in {seconds:.3g} s and not released within {options.grace:g} s more. Estimated from samples.",
+        "sample", sampling.pid, f"{what} Leak Flame Graph for {sampling.name} ({course.lasted:.3g} seconds sampling)",
+        f"Allocated in {course.lasted:.3g} s and not released {course.held}. Estimated from samples.",
         noun="pools" if options.pools else "blocks")
     for k, frames in enumerate(stacks):
         size, weight = int(rows[k]["size"]), 1 / chance[k]
         recording.add(frames, weight * size, weight, (1 - chance[k]) * (weight * size) ** 2)
     recording.facts = [
-        f"pid {pid}, sampled: {counters['taken']:,} of its allocations were taken, one in {counters['mean']:,} "
-        f"{options.by} at the end; {counters['released']:,} were released, {len(rows):,} are the picture",
-        f"stopped {installation.stops} times, {installation.stop_ms:.1f} ms at most; no tracer was attached meanwhile"]
-    recording.facts.append(removal_line(removal))
+        f"pid {sampling.pid}, sampled: {counters['taken']:,} of its allocations were taken, one in "
+        f"{counters['mean']:,} {options.by} at the end; {counters['released']:,} were released, {len(rows):,} are the "
+        "picture", course.manner, course.outcome]
     if counters["thinned"]:
         recording.facts.append(f"{counters['thinned']:,} samples made room for others: the estimate stays unbiased")
     if counters["dropped"]:
         recording.partial.append(f"{counters['dropped']:,} samples were lost, for want of room")
     if cut:
         recording.partial.append(f"{cut:,} stacks are deeper than the {STACK_BYTES:,} bytes that were copied")
-    recording.numbers = {"mode": "sampled", "seconds": round(seconds, 3), "held": len(rows), "cut": cut, **counters,
-                         "stop_ms": round(installation.stop_ms, 3)}
+    recording.numbers = {"mode": "sampled", "seconds": round(course.lasted, 3), "held": len(rows), "cut": cut, **counters,
+                         **course.facts}
     return recording
-
-
-def removal_line(removal) -> str:
-    """How the agent left, for a person."""
-    if removal.gone:
-        return "the process has ended meanwhile"
-    if not removal.restored:
-        return f"the agent is passive and still there: {removal.waits}; the guard takes it out as soon as it can"
-    if removal.left:
-        return f"the text is as it was; {removal.left >> 10:,} KiB of the agent stay mapped: {removal.waits}"
-    return "the agent was taken out again, and the text is as it was"

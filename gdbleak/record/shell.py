@@ -2,17 +2,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
-from ..arguments import Parser, seconds
-from ..cli import DONE, FAILED, INTERRUPTED, Failure, Terminal
-from ..commands.options import RECORDINGS
+from ..arguments import Parser, is_single, seconds
+from ..cli import DONE, FAILED, INTERRUPTED, Failure, Terminal, check_outputs
+from ..commands.options import RECORDINGS, lines
 from ..flame import Profile, write
 from ..reports.document import VERSION
 from ..several import add_under, table, total
 from ..target.processes import choose
 from ..target.ptrace import LiveError
+from . import session
+from .session import Notes, Timing
 
-
+_SECONDS = 5.0          # of the window by default
 NO_SUMS = ("mean", "interval", "seconds", "stop_ms")      # numbers that do not add up over processes
 
 
@@ -20,19 +23,20 @@ def run(word: str, arguments: list[str]) -> int:
     """One recording, or one after the other of several processes; the exit status. Raises Failure."""
     build = parser(word)
     chosen = build.parse_args(arguments)
-    if (chosen.pid is None) == (chosen.exe is None):
-        build.error("give -p PID, -p -PGID, or --exe PATH")
-    from ..flame import check_path
-    try:
-        if chosen.flame:
-            check_path(chosen.flame)
-    except ValueError as error:
-        raise Failure(str(error)) from None
+    if chosen.pid is chosen.exe is chosen.command is None:
+        build.error("give -p PID, -p -PGID, --exe PATH, or -c 'COMMAND'")
+    for option in ("exact", "lua"):
+        if chosen.command is not None and getattr(chosen, option, False):
+            build.error(f"--{option} is for a process that runs already: it goes with -p")
+    if chosen.seconds is None and chosen.command is None:
+        chosen.seconds = _SECONDS
+    check_outputs(chosen)
     with Terminal() as terminal:
         try:
+            if chosen.command is not None:
+                return _command(word, chosen, terminal)
             processes = choose(chosen.pid, chosen.exe)
-            several = chosen.pid is None or chosen.pid < 0
-            return (_each if several else _one)(word, chosen, processes, terminal)
+            return (_one if is_single(chosen) else _each)(word, chosen, processes, terminal)
         except LiveError as error:
             raise Failure(str(error)) from None
         except ImportError as error:
@@ -47,6 +51,15 @@ def _one(word: str, chosen, processes: list, terminal) -> int:
     except KeyboardInterrupt:
         terminal.note(f"gdbleak: interrupted; process {processes[0].pid} runs on as it was")
         return INTERRUPTED
+    _show(report.text(), report.json(), report.profile, chosen, terminal)
+    return DONE
+
+
+def _command(word: str, chosen, terminal) -> int:
+    """Start the command and record it."""
+    report = session.record_command(
+        _maker(word, chosen), chosen.command, keeps_output="-" not in (chosen.json, chosen.flame),
+        timing=_timing(chosen), notes=Notes(terminal.note, terminal.progress)).report(chosen.top)
     _show(report.text(), report.json(), report.profile, chosen, terminal)
     return DONE
 
@@ -93,26 +106,44 @@ def _show(text: str, items: list, profile, chosen, terminal) -> None:
 
 
 def _record(word, chosen, pid, terminal):
-    from . import sample
-    if word == "mmaps":
-        from . import mmaps
-        return mmaps.record(pid, chosen.seconds, terminal.note, terminal.progress)
-    grace = chosen.seconds / 10 if chosen.grace is None else chosen.grace
-    options = sample.Options(seconds=chosen.seconds, grace=grace, by=chosen.by, every=chosen.every, rate=chosen.rate,
-                             pools=chosen.pools, lua=chosen.lua)
-    if chosen.exact:
+    if getattr(chosen, "exact", False):
         from . import exact
-        return exact.record(pid, options, terminal.note, terminal.progress)
-    return sample.record(pid, options, terminal.note, terminal.progress)
+        return exact.record(pid, _options(chosen), terminal.note, terminal.progress)
+    return session.record(_maker(word, chosen), pid, _timing(chosen), Notes(terminal.note, terminal.progress))
+
+
+def _maker(word, chosen):
+    """What makes the `Session` of a process."""
+    if word == "mmaps":
+        from .mmaps import MappingCalls
+        return MappingCalls
+    from .sample import Sampling
+    return partial(Sampling, _options(chosen))
+
+
+def _timing(chosen) -> Timing:
+    grace = getattr(chosen, "grace", 0.0)
+    return Timing(chosen.seconds, (chosen.seconds or 0.0) / 10 if grace is None else grace)
+
+
+def _options(chosen):
+    from . import sample
+    return sample.Options(*_timing(chosen), by=chosen.by, every=chosen.every, rate=chosen.rate, pools=chosen.pools,
+                          lua=chosen.lua)
 
 
 def parser(word: str) -> Parser:
     """The options of one of the two words."""
     build = Parser(prog=f"gdbleak {word}", description=RECORDINGS[word])
-    build.add_argument("-p", dest="pid", metavar="PID", type=int,
+    which = build.add_mutually_exclusive_group()
+    which.add_argument("-p", dest="pid", metavar="PID", type=int,
                        help="the process to record; -PGID: each process of that group, one after the other")
-    build.add_argument("--exe", metavar="PATH", help="each process that runs this executable, one after the other")
-    build.add_argument("--seconds", metavar="N", type=seconds, default=5.0, help="how long (default 5)")
+    which.add_argument("--exe", metavar="PATH", help="each process that runs this executable, one after the other")
+    which.add_argument("-c", dest="command", metavar="'COMMAND'",
+                       help="start this command and record it from its start, and each program that it becomes; not its "
+                            "children (its output goes to standard error only beside `--json -` or `--flame -`)")
+    build.add_argument("--seconds", metavar="N", type=seconds,
+                       help=f"how long (default {_SECONDS:g}; of a command: until it ends); a command is ended then")
     add_options(build, word)
     return build
 
@@ -121,7 +152,7 @@ def add_options(build, word: str) -> None:
     """Those that the GDB command has as well."""
     if word == "sample":
         _sample_options(build)
-    build.add_argument("--top", metavar="N", type=int, default=20, help="lines of the table at most (default 20)")
+    build.add_argument("--top", metavar="N", type=lines, default=20, help="lines of the table at most (default 20)")
     build.add_argument("--flame", metavar="FILE", help="write the flame graph as .svg, .folded or .txt")
     build.add_argument("--json", metavar="FILE",
                        help="also write the report as JSON (- is standard output, in place of the text)")

@@ -39,7 +39,7 @@ def run(analysis: Analysis, arguments) -> Report:
     slices = select(analysis, arguments)
     blocks = sum(len(part.size) for part in slices)
     total = sum(int(part.size.sum()) for part in slices)
-    rows = _listed(slices, arguments.sort, max(arguments.top, 0))
+    rows = _listed(slices, arguments.sort, arguments.top)
     chosen = describe(arguments)
     report.say(f"{blocks:,} blocks, {total:,} bytes{': ' + chosen if chosen else ''}")
     report.totals(blocks=blocks, bytes=total)

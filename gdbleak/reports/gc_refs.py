@@ -169,7 +169,7 @@ def _tree(folded: Folded, arguments, how: str) -> Table:
     groups, weight = folded.groups, _weight(folded, arguments.by)
     total = int(weight[groups.parent < 0].sum())
     shown: set[int] = set()
-    for group in np.argsort(-weight, kind="stable")[:max(arguments.top, 0)]:
+    for group in np.argsort(-weight, kind="stable")[:arguments.top]:
         shown.add(int(group))
     children: dict[int, list[int]] = {}
     for group in shown:

@@ -34,12 +34,12 @@ def run(analysis: Analysis, arguments) -> Report:
             stacks[key] += 1
             first.setdefault(key, address)
         report.totals(runtime="luajit", coroutines=sum(stacks.values()), stacks=len(stacks))
-        for (state, lines), count in stacks.most_common(max(arguments.top, 0)):
+        for (state, lines), count in stacks.most_common(arguments.top):
             report.say()
             title = f"{count:,} coroutines, {state}, e.g. {first[state, lines]:#x}" if count > 1 else \
                 f"{'main thread' if first[state, lines] == vm.main else 'coroutine'} {first[state, lines]:#x}, {state}"
             report.add(Table(["#", "function", "at"], [[k, *line] for k, line in enumerate(lines)], title, (1, 2)))
-        left = len(stacks) - max(arguments.top, 0)
+        left = len(stacks) - arguments.top
         if left > 0:
             report.say(f"{left:,} more stacks: --top N shows them")
     return report

@@ -291,7 +291,18 @@ class _Rest:
         return parts + self._nobodys(at, high)
 
     def _nobodys(self, low: int, high: int) -> list[Part]:
-        return [_whole(low, high, *self._nature())] if low < high else []
+        if low >= high:
+            return []
+        if set(self.mapping.perms) & set("rwx") or self.mapping.path:
+            return [_whole(low, high, *self._nature())]
+        parts, at = [], low
+        for start, end in [*self.analysis.target.space.present(low, high), (high, high)]:
+            if at < start:
+                parts.append(_whole(at, start, "reserved without access", NO_ACCESS, NO_ACCESS))
+            if start < end:
+                parts.append(_whole(start, end, "anonymous, without access now", "no access now", UNEXPLAINED, UNEXPLAINED))
+            at = end
+        return parts
 
     def _nature(self) -> tuple[str, ...]:
         """(owner, label, state[, column]) of what in the mapping belongs to no heap, thread or module."""
@@ -303,8 +314,6 @@ class _Rest:
             return f"shared memory {printable(mapping.path)}", "shared memory", "shared"
         if mapping.path:
             return "mapped files", "mapped file", "file"
-        if not set(mapping.perms) & set("rwx"):
-            return "reserved without access", NO_ACCESS, NO_ACCESS
         if self.brk:
             return FOREIGN, FOREIGN, FOREIGN, UNEXPLAINED
         owner, ours = self.analysis.malloc_owner, [heap.module.name for heap in self.analysis.glibc]
@@ -352,7 +361,8 @@ def _present(target: Target, part: Part) -> int:
     """Bytes of a part that can be read. A process is not read for this: its mappings tell."""
     if target.source.kind == "pid":
         mapping = target.mapping_at(part.start)
-        return part.size if mapping and "r" in mapping.perms else 0
+        if mapping and mapping.readable:
+            return part.size
     return sum(end - start for start, end in target.space.present(part.start, part.end))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from ..flame import Profile
 from ..graph import native as states
 from ..graph.graph import Groups
-from ..quantities import size as parse_size
+from ..quantities import number
 from ..target.target import TargetError
 from .analysis import Analysis
 from .document import Report, Table, count, printable, share
@@ -50,7 +50,7 @@ def describe_row(analysis: Analysis, words: Words, row: int, address: int) -> st
 
 # -- one address -------------------------------------------------------------------------------------------------------
 def _of_one(analysis: Analysis, arguments) -> Report:
-    address = parse_size(arguments.address, arguments.evaluate)
+    address = number(arguments.address, arguments.evaluate)
     row = row_at(analysis, address)
     process, words = analysis.process, Words(analysis)
     report = analysis.open_report("leak-path")
@@ -71,7 +71,7 @@ def _of_one(analysis: Analysis, arguments) -> Report:
     report.add(Table(["#", "by", "object", "address", "bytes"], _rows(process, words, steps, said),
                      "from the root down (the shortest path)", (1, 2, 3)))
     folded = Folded(process, process.tree, words)
-    others = _others(process, words, folded.groups, steps, max(arguments.top, 0))
+    others = _others(process, words, folded.groups, steps, arguments.top)
     if others:
         report.say()
         report.add(Table(["steps", "path"], [[len(said), joined(shorten(said))] for said in others],
@@ -140,11 +140,11 @@ def _of_set(analysis: Analysis, arguments) -> Report:
     merged: dict[str, list] = {}                     # the same stack word of many threads is one line
     order = np.argsort(-bytes, kind="stable")
     first = np.unique(at, return_index=True)[1]
-    for k in order[:_LINES * max(arguments.top, 0)].tolist():
+    for k in order[:_LINES * arguments.top].tolist():
         path = joined(shorten([printable(w, 80) for w in folded.path_words(int(numbers[k]))]))
         line = merged.setdefault(path, [0, 0, "", path, f"{process.address(int(rows[reached][first[k]])):#x}"])
         line[0], line[1] = line[0] + int(blocks[k]), line[1] + int(bytes[k])
-    table = sorted(merged.values(), key=lambda line: -line[1])[:max(arguments.top, 0)]
+    table = sorted(merged.values(), key=lambda line: -line[1])[:arguments.top]
     for line in table:
         line[2] = share(line[1], int(size.sum()))
     state = analysis.native.state[rows[~reached]]
@@ -158,7 +158,7 @@ def _of_set(analysis: Analysis, arguments) -> Report:
                   reached_bytes=int(size[reached].sum()), paths=len(numbers),
                   unreachable_blocks=int((state == states.UNREACHABLE).sum()),
                   pending_blocks=int((state == states.PENDING).sum()))
-    left = len(numbers) - _LINES * max(arguments.top, 0) + len(merged) - max(arguments.top, 0)
+    left = len(numbers) - _LINES * arguments.top + len(merged) - arguments.top
     report.say()
     report.add(Table(["Blocks", "Bytes", "Share", "Path", "Sample"], table,
                      "who holds them (each block on its shortest path, paths of the same shape together)", (3, 4),

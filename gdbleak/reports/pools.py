@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from ..quantities import size as parse_size
+from ..quantities import number, size
 from ..flame import Profile
 from ..heaps import nginx_layouts as layouts
 from ..heaps.nginx_pool import KINDS, Nginx, Pool
@@ -30,7 +30,7 @@ def run(analysis: Analysis, arguments) -> Report:
     report = analysis.open_report("leak-pools")
     analysis.say_glibc(report)
     if arguments.address:
-        _one(report, nginx, parse_size(arguments.address, arguments.evaluate), arguments)
+        _one(report, nginx, number(arguments.address, arguments.evaluate), arguments)
         return report
     kinds = nginx.kinds()
     _say_nginx(report, analysis, nginx)
@@ -38,7 +38,7 @@ def run(analysis: Analysis, arguments) -> Report:
     chosen = np.ones(len(kinds), bool)
     if arguments.unreached:
         chosen &= kinds == UNREACHED
-    least = parse_size(arguments.min_bytes, arguments.evaluate)
+    least = size(arguments.min_bytes, arguments.evaluate)
     chosen &= _bytes(nginx) >= least
     report.say()
     report.add(_summary(nginx, kinds, chosen))
@@ -173,7 +173,7 @@ def _one(report: Report, nginx: Nginx, address: int, arguments) -> None:
                   used=pool.used, unused=pool.unused, large=pool.large, large_bytes=pool.large_bytes,
                   freed_large=pool.freed_large, cleanups=pool.cleanups, kind=pool.kind, creator=pool.creator)
     blocks, large, cleanups = _contents(nginx, pool)
-    top = max(arguments.top, 0)
+    top = arguments.top
     report.say()
     report.add(Table(["block", "used", "unused", "failed"], [[f"{b[0]:#x}", *b[1:]] for b in blocks[:top]],
                      f"blocks of {pool.size:,} bytes, in order", (0,), _more(len(blocks), top)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..flame import Profile
-from ..quantities import size as parse_size
+from ..quantities import number
 from .analysis import Analysis
 from .document import Report, Table, printable
 from .path import describe_row, row_at
@@ -22,7 +22,7 @@ def run(analysis: Analysis, arguments) -> Report:
 
 
 def _of_one(analysis: Analysis, arguments) -> Report:
-    address = parse_size(arguments.address, arguments.evaluate)
+    address = number(arguments.address, arguments.evaluate)
     row = row_at(analysis, address)
     process, words = analysis.process, Words(analysis)
     report = analysis.open_report("leak-refs")
@@ -35,7 +35,7 @@ def _of_one(analysis: Analysis, arguments) -> Report:
     if places:
         names = dict.fromkeys(words.place(place) for place in places[:10])
         report.say("roots lead to it: " + ", ".join(names) + (f" and {len(places) - 10:,} more" if len(places) > 10 else ""))
-    top = max(arguments.top, 0)
+    top = arguments.top
     for title, others, outward in (("what refers to it", incoming, False), ("what it refers to", outgoing, True)):
         rows = [[words.edge(row, process.label(row, other)) if outward else words.edge(other, process.label(other, row)),
                  words.row(other), f"{process.address(other):#x}" if process.address(other) else "", int(process.own[other])]
@@ -61,7 +61,7 @@ def _of_set(analysis: Analysis, arguments) -> Report:
                   references=len(np.unique(reached)), pointers_in=len(sources), pointers_out=len(reached))
     for title, others, mine in (("what refers to them", sources, targets), ("what they refer to", reached, outward)):
         report.say()
-        report.add(_by_kind(words, title, others, mine, max(arguments.top, 0)))
+        report.add(_by_kind(words, title, others, mine, arguments.top))
     report.profile = lambda: _profile(analysis, words, rows)
     return report
 

@@ -51,7 +51,7 @@ def run(analysis: Analysis, arguments) -> Report:
     if not listed and arguments.pins:
         report.say("nothing small retains native memory here (--min-bytes N sets what counts)")
     rows = []
-    for group in listed[:max(arguments.top, 0)]:
+    for group in listed[:arguments.top]:
         sample = int(groups.row[group])
         at = int(shortest.groups.of_row[sample])
         path = shorten([printable(word, 80) for word in shortest.path_words(at)]) if at >= 0 else []

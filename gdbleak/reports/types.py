@@ -37,7 +37,7 @@ def run(analysis: Analysis, arguments) -> Report:
                f"{measured:,} bytes ({share(measured, size)}), the others are inferred")
     report.totals(blocks=blocks, bytes=size, types=len(rows), measured_bytes=measured, inferred_bytes=size - measured)
     report.say()
-    report.add(_table(rows, max(arguments.top, 0)))
+    report.add(_table(rows, arguments.top))
     report.profile = _profile(analysis, rows)
     return report
 

@@ -55,7 +55,7 @@ def run(analysis: Analysis, arguments) -> Report:
     _totals(report, native, of_set, chosen)
     _nearly(report, native, of_set)
     report.say()
-    _table(report, analysis, groups, max(arguments.top, 0))
+    _table(report, analysis, groups, arguments.top)
     _finding(report, native, groups)
     report.profile = _profile(analysis, groups)
     return report

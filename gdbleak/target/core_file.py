@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from elftools.common.exceptions import ELFError
 from elftools.construct.core import ConstructError
@@ -9,12 +10,14 @@ from elftools.elf.elffile import ELFFile
 
 from . import threads as threads_
 from .address_space import PAGE, AddressSpace
+from .core_writer import NOTE_NAME
 from .elf import PF_W, PT_LOAD
 from .target import ANONYMOUS, Mapping, Source, Target, TargetError
 
 _ARM_TLS = 0x401
 _VECTORS = ("NT_FPREGSET", 0x202)    # FXSAVE; NT_X86_XSTATE, which begins with the same and has more
 _LAST = (1 << 64) - 1  # no address lies beyond
+_REASONS = 10  # of a snapshot, not to copy something; there are fewer
 _FILE_ROOM = 1 << 32  # address space kept for files that turn out to be the target's
 
 
@@ -35,13 +38,14 @@ def _parse(stream, path: str):
 
 
 def _notes(segments, size: int):
-    """(type, description) of every note that is whole."""
+    """(type, raw description, description) of every note that is whole; the type of one of ours is its name."""
     for kind, segment in segments:
         if kind != "PT_NOTE" or segment["p_offset"] + 12 > size:
             continue
         try:
             for note in segment.iter_notes():
-                yield note["n_type"], note["n_descdata"], note["n_desc"]
+                kind = NOTE_NAME if note["n_name"] == NOTE_NAME else note["n_type"]
+                yield kind, note["n_descdata"], note["n_desc"]
         except (ELFError, ConstructError, ValueError, KeyError, IndexError, OSError, OverflowError):
             continue
 
@@ -107,6 +111,8 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
                 found[-1].vectors = raw[32:]             # before: addresses of the last x87 instruction and its data
             elif kind == _ARM_TLS and found:
                 found[-1].registers["tpidr"] = int.from_bytes(raw[:8], "little")
+            elif kind == NOTE_NAME:
+                source.partial += _missing(raw)
             elif kind == "NT_FILE" and not isinstance(parsed, (bytes, str)):
                 unit = int(parsed["page_size"])
                 for entry, name in zip(parsed["Elf_Nt_File_Entry"], parsed["filename"]):
@@ -122,6 +128,18 @@ def open_core(path: str, exe: str = "", sysroot: str = "") -> Target:
     target.find_stacks()
     _measure_coverage(target)
     return target
+
+
+def _missing(note: bytes) -> list[str]:
+    """What the note of a snapshot says about memory that was not copied: a line for each reason."""
+    found: dict[str, list[int]] = {}
+    for line in note.decode("utf-8", "replace").splitlines():
+        match = re.fullmatch(r"([0-9a-f]{1,16}) ([0-9a-f]{1,16}) (.+)", line)
+        size = int(match[2], 16) - int(match[1], 16) if match else 0
+        if size > 0 and (match[3] in found or len(found) < _REASONS):        # else it is damaged
+            found.setdefault(match[3], []).append(size)
+    return [f"{sum(sizes):,} bytes in {len(sizes):,} stretch{'es' * (len(sizes) != 1)} of memory were not copied from the "
+            f"process: {reason}" for reason, sizes in found.items()]
 
 
 def _aligned(space: AddressSpace, offset: int, start: int, size: int) -> int:

@@ -7,6 +7,7 @@ from .ptrace import NT_PRSTATUS, LiveError, register_set, status_of
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _NT_FPREGSET, _NT_PRPSINFO, _NT_AUXV, _NT_FILE = 2, 3, 6, 0x46494C45
+NOTE_NAME, NOTE_MISSING = "gdbleak", 0x6D697373    # a note of ours; other readers pass over it
 _NT_ARM_TLS = 0x401             # the thread pointer; on x86-64 it is one of the general registers
 MACHINES = {"x86_64": (62, 216), "aarch64": (183, 272)}    # e_machine, bytes of the general registers
 _PT_LOAD, _PT_NOTE, _PN_XNUM = 1, 4, 0xFFFF
@@ -52,6 +53,13 @@ def auxv_note(tid):
     """NT_AUXV: the auxiliary vector."""
     with open("/proc/%d/auxv" % tid, "rb") as file:
         return _note(b"CORE", _NT_AUXV, file.read())
+
+
+def missing_note(unreadable):
+    """A note of our own: memory that was not copied, as lines `start end reason`, the first two hexadecimal; b"" when
+    there is none."""
+    lines = ["%x %x %s\n" % (lost.start, lost.end, lost.reason) for lost in unreadable]
+    return _note(NOTE_NAME.encode(), NOTE_MISSING, "".join(lines).encode()) if lines else b""
 
 
 def _note(name, kind, data):

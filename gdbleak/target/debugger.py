@@ -98,6 +98,9 @@ def _stopped_process(inferior, exe: str, sysroot: str) -> Target:
         mappings = _mappings_through_gdb()
     readable = [(m.start, m.end) for m in mappings
                 if "r" in m.perms and m.path not in ("[vvar]", "[vsyscall]", "[vvar_vclock]")]
+    if native:
+        with contextlib.suppress(OSError):
+            readable += live.hidden_pages(inferior.pid)
     reader = _reader_of(inferior.pid) if native else _read_through_gdb
     source = Source("pid", pid=inferior.pid)
     if not native:

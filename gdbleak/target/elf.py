@@ -17,7 +17,7 @@ PHDR = np.dtype([("type", "u4"), ("flags", "u4"), ("offset", "u8"), ("vaddr", "u
 SHDR = np.dtype([("name", "u4"), ("type", "u4"), ("flags", "u8"), ("addr", "u8"), ("offset", "u8"), ("size", "u8"),
                  ("link", "u4"), ("info", "u4"), ("addralign", "u8"), ("entsize", "u8")])
 SYM = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("shndx", "u2"), ("value", "u8"), ("size", "u8")])
-PT_LOAD, PT_DYNAMIC, PT_NOTE, PT_TLS = 1, 2, 4, 7
+PT_LOAD, PT_DYNAMIC, PT_INTERP, PT_NOTE, PT_TLS = 1, 2, 3, 4, 7
 PF_W = 2
 SHT_SYMTAB, SHT_NOTE, SHT_NOBITS, SHT_DYNSYM, SHF_ALLOC = 2, 7, 8, 11, 2
 DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SONAME, DT_DEBUG, DT_GNU_HASH = 4, 5, 6, 10, 14, 21, 0x6ffffef5

@@ -1,5 +1,8 @@
 """A command that is started, and caught when it ends: its threads then stand, and its memory is still there.
 
+On request it is caught at its start, too, and at that of each program that it becomes: once its libraries
+are mapped, before any code of theirs or its own runs.
+
 Standard library only, Python 3.6 or later. Its threads are traced, which costs nothing but at the start of a thread
 and at a signal. Should this program be killed, the command runs on.
 """
@@ -7,15 +10,19 @@ import contextlib
 import errno
 import os
 import platform
+import shlex
 import signal
 import struct
 import time
 
-from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE, PTRACE_EVENT_STOP,
-                     PTRACE_O_TRACECLONE, PTRACE_SEIZE, WALL, Ended, LiveError, event_message, is_dead, next_stop,
-                     on_own_thread, ptrace, register_set, status_of, threads_of)
+from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE, PTRACE_EVENT_STOP, PTRACE_LISTEN,
+                     PTRACE_O_TRACECLONE, PTRACE_SEIZE, WALL, Ended, LiveError, event_message, is_dead,
+                     next_stop, on_own_thread, ptrace, register_set, status_of, threads_of)
 
-_PTRACE_LISTEN, _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT = 0x4208, 0x40, 6
+_PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT = 0x40, 6
+_PTRACE_O_TRACEEXEC, _PTRACE_EVENT_EXEC = 0x10, 4
+_PTRACE_O_SYSGOOD, _PTRACE_TO_CALL, _AT_CALL = 1, 24, (0, signal.SIGTRAP | 0x80)   # 24: PTRACE_SYSCALL
+FOLLOWING = PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT | _PTRACE_O_TRACEEXEC | _PTRACE_O_SYSGOOD   # with starts
 # Number of exit(2), and where a stopped thread's registers have the number of its call.
 _EXIT, _CALL_NUMBER = {"x86_64": (60, 15 * 8), "aarch64": (93, 8 * 8)}.get(platform.machine(), (0, 0))
 _EXECVE = {"x86_64": (59, 322), "aarch64": (221, 281)}.get(platform.machine(), ())
@@ -51,19 +58,42 @@ class AtExit:
             raise Ended("process %d was killed while it was copied" % self.pid)
 
 
+class Starts:
+    """What `Command.follow` does besides, called on the thread that traces the command."""
+
+    pause = 0.1                 # seconds between two calls of `look`
+
+    def at_exec(self):
+        """It became a program, and stands at the first instruction: a function that tells, then and at each of its
+        system calls, whether its libraries are mapped."""
+        raise NotImplementedError
+
+    def at_start(self):
+        """They are. It still stands there, traced by this thread, and has to be let go on, traced."""
+        raise NotImplementedError
+
+    def look(self):
+        """It runs: whether to go on following."""
+        return True
+
+    def at_end(self):
+        """It will no longer be followed, and still runs."""
+
+
 class Command:
-    """A command (a list of words) that was started, and waits for `follow`. Its output goes to standard error.
+    """A command (its text) that was started, and waits for `follow`. Its output goes to standard error, unless it keeps
+    it, as what it says on standard error does.
 
     A context manager: at its end the command is ended as well. Raises LiveError when it cannot be started."""
 
-    def __init__(self, words):
-        self._words = words
+    def __init__(self, text, keeps_output=False):
+        self._words = words = _words_of(text)
         self.ending = ""                # how it ended, in words
         reader, self._release = os.pipe()
         self._failure, failed = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            _start(words, reader, failed)
+            _start(words, keeps_output, reader, failed)
         os.close(reader)
         os.close(failed)
 
@@ -77,10 +107,11 @@ class Command:
         self._release = self._failure = None
         self.end()
 
-    def follow(self, at_exit, after=None):
+    def follow(self, at_exit, after=None, starts=None):
         """Let the command run. at_exit(stopped) is called, on a thread of its own, when it ends, with an `AtExit`; what
-        that returns is returned. None: it still runs, after so many seconds or Ctrl-C, and is no longer traced."""
-        follower = _Follower(self.pid, at_exit, after)
+        that returns is returned. None: it still runs, after so many seconds or Ctrl-C, and is no longer traced.
+        starts: a `Starts`, if its starts matter."""
+        follower = _Follower(self.pid, at_exit, after, starts)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         try:
             on_own_thread(lambda: follower.run(self._exec), follower.cancel)
@@ -123,14 +154,26 @@ def signal_name(number):
         return "a realtime signal"
 
 
-def _start(words, reader, failed):
+def _words_of(text):
+    """The words of a command. Raises LiveError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise LiveError("-c: %s" % str(error).lower())
+    if not words:
+        raise LiveError("-c: an empty command")
+    return words
+
+
+def _start(words, keeps_output, reader, failed):
     """The child: wait until we are traced, then become the command."""
     try:
         # What Python ignores the command must not.
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        os.dup2(2, 1)
+        if not keeps_output:
+            os.dup2(2, 1)
         for fd in _open_files():
             if fd > 2 and fd not in (reader, failed):
                 with contextlib.suppress(OSError):
@@ -160,8 +203,9 @@ def _call_of(tid):
 class _Follower:
     """Traces a process until it ends, on the thread that calls `run`."""
 
-    def __init__(self, pid, at_exit, after):
-        self._pid, self._at_exit = pid, at_exit
+    def __init__(self, pid, at_exit, after, starts):
+        self._pid, self._at_exit, self._starts = pid, at_exit, starts
+        self._is_loaded = None          # from an exec on until that is so: the function that tells
         self._deadline = after and time.monotonic() + after
         self._known = {pid}
         self._exiting = set()
@@ -173,18 +217,22 @@ class _Follower:
 
     def run(self, begin):
         """Follow the process. begin(): called when it is traced. Sets `outcome`."""
-        ptrace(PTRACE_SEIZE, self._pid, 0, PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT)
+        ptrace(PTRACE_SEIZE, self._pid, 0, FOLLOWING if self._starts else PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT)
         begin()
         while self._deadline is None or time.monotonic() < self._deadline:
             # A stop raises SIGCHLD, which stays pending while it is blocked.
-            signal.sigtimedwait({signal.SIGCHLD}, _TICK)
+            signal.sigtimedwait({signal.SIGCHLD}, self._starts.pause if self._starts else _TICK)
             if self._handle_all():
                 self._wait_for_others()
                 threads = sorted(self._exiting, key=lambda tid: (tid != self._pid, tid))
                 self.outcome = self._at_exit(AtExit(self._pid, threads))
                 return
             if not self._known:
-                raise LiveError("process %d was killed before it could be copied" % self._pid)
+                raise LiveError("process %d was killed, and what was in its memory is gone" % self._pid)
+            if self._starts and not self._starts.look():
+                break
+        if self._starts:
+            self._starts.at_end()
 
     def _handle_all(self):
         """Handle all stops that there are; whether the process is at its end."""
@@ -217,18 +265,35 @@ class _Follower:
             if self._is_end(tid):
                 self._exiting.add(tid)
                 return True
-            ptrace(PTRACE_CONT, tid)
+            self._go_on(tid)
+        elif event == _PTRACE_EVENT_EXEC:
+            self._known, self._is_loaded = {tid}, self._starts.at_exec()
+            self._go_on_to_start(tid)
+        elif (event, number) == _AT_CALL:
+            self._go_on_to_start(tid)
         elif event == PTRACE_EVENT_CLONE:
             self._known.add(event_message(tid))
-            ptrace(PTRACE_CONT, tid)
+            self._go_on(tid)
         elif event == PTRACE_EVENT_STOP and number in _GROUP_STOPS:
-            ptrace(_PTRACE_LISTEN, tid)
+            ptrace(PTRACE_LISTEN, tid)
         elif event == PTRACE_EVENT_STOP and (status_of(tid) or {}).get("Tgid") != str(self._pid):
             self._known.discard(tid)        # not a thread but a process, made by clone
             ptrace(PTRACE_DETACH, tid)
         else:
-            ptrace(PTRACE_CONT, tid, 0, 0 if event else number)
+            self._go_on(tid, 0 if event else number)
         return False
+
+    def _go_on(self, tid, number=0):
+        """Let a thread go on, with a signal if there is one."""
+        ptrace(_PTRACE_TO_CALL if self._is_loaded else PTRACE_CONT, tid, 0, number)
+
+    def _go_on_to_start(self, tid):
+        """Let the one thread of a new program go on: to its next system call, or from its start."""
+        if self._is_loaded and self._is_loaded():
+            self._is_loaded = None
+            self._starts.at_start()
+        else:
+            self._go_on(tid)
 
     def _is_end(self, tid):
         """Whether all of the process ends with a thread at its exit."""

@@ -13,8 +13,10 @@ several processors.
 
 What the core file holds. Private anonymous memory and shared memory: whole; pages that were never touched
 are holes of the file, which read as zeros, as they do in the process. Mapped files: executables and libraries
-whole, of any other file the pages that the process has touched. Everything else (no access, device memory,
-``MADV_DONTDUMP``) is a segment without bytes in the file.
+whole, of any other file the pages that the process has touched. Of memory that the program itself may not read
+(``PROT_NONE``, ``PROT_WRITE``) the pages that there are, through /proc/PID/mem. Everything else (device memory,
+``MADV_DONTDUMP``, what the kernel does not let us read) is a segment without bytes in the file; a note of the core,
+which GDB leaves alone, lists it.
 
 Nothing is written to the process, and no function is called in it (see ptrace.py for how it is stopped).
 """
@@ -33,9 +35,10 @@ import struct
 import tempfile
 import threading
 
-from .core_writer import MACHINES, PAGE, auxv_note, file_note, process_note, thread_notes, write_headers
+from .core_writer import (MACHINES, PAGE, auxv_note, file_note, missing_note, process_note, thread_notes,
+                          write_headers)
 from .ptrace import Ended, IoVec, LiveError, Stopped, hurried, is_dead, libc, living_thread, no_permission, threads_of
-from .room import lack
+from .room import check_writable, lack
 
 Mapping = collections.namedtuple("Mapping", "start end perms offset device inode path deleted")
 Mapping.__doc__ = """One line of /proc/PID/maps.
@@ -55,20 +58,36 @@ record/fork.py) forked_ms: how long it stood still again, to have its child reap
 no fork although one was asked for, else ""; vain_ms: how long it stood still before, for what came to nothing."""
 
 Unreadable = collections.namedtuple("Unreadable", "start end path reason")
-Unreadable.__doc__ = """Readable memory that is not in the core, and why (`reason`: a few words)."""
+Unreadable.__doc__ = """Memory that is not in the core, and why (`reason`: a few words)."""
 
 
-def mappings(pid, known=None):
+def mappings(pid, known=None, check=lambda: None):
     """The address space of process `pid`: a list of `Mapping`, by address. OSError if it is gone.
 
-    known: {line: `Mapping`} of lines read before, which need not be parsed again; gets the new ones."""
-    with open("/proc/%d/maps" % pid, "rb") as file:
-        lines = file.read().split(b"\n")
+    known: {line: `Mapping`} of lines read before, which need not be parsed again; gets the new ones. check(): called
+    now and then; a list can be long."""
     known = {} if known is None else known
-    for line in lines:
-        if line and line not in known:
-            known[line] = _parse_mapping(os.fsdecode(line))
-    return [known[line] for line in lines if line]
+    found, rest = [], b""
+    fd = os.open("/proc/%d/maps" % pid, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for data in checked(iter(lambda: os.read(fd, 1 << 16), b""), check, 4):     # the kernel gives a page at most
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                mapping = known.get(line)
+                if mapping is None:
+                    mapping = known[line] = _parse_mapping(os.fsdecode(line))
+                found.append(mapping)
+    finally:
+        os.close(fd)
+    return found
+
+
+def checked(items, check, distance=256):
+    """The items, with check() called now and then."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if not number % distance:
+            check()
 
 
 def _parse_mapping(line):
@@ -89,6 +108,8 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.process_vm_readv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong,
                                   ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
 libc.process_vm_readv.restype = ctypes.c_ssize_t
+libc.pread64.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+libc.pread64.restype = ctypes.c_ssize_t
 
 _MADV_POPULATE_WRITE = 23       # Linux 5.14
 _IOV_MAX = 1024                 # pieces that one process_vm_readv takes
@@ -126,6 +147,10 @@ class ProcessMemory:
                 break
             done += count
         return done
+
+    def read_hidden(self, address, length, here):
+        """Read to the local address `here` what the process itself may not read: bytes read, 0 on any error."""
+        return max(libc.pread64(self._fd, here, length, address), 0)
 
     def can_read(self, address):
         """Whether there is something to read at an address."""
@@ -263,6 +288,10 @@ class _Survey:
         self._tid = tid
         self.flags = vm_flags(tid)
         self._pages = _PageMap(tid)
+        # An older kernel takes long to tell that nothing is in a large reservation: then what it told before counts.
+        self._empty = set() if self._pages.gap else _empty(tid)
+        self.kept_out = {}          # mapping that the program cannot read, and is left out: its pages
+        self.hidden = set()         # ranges to be copied that it cannot read
 
     def close(self):
         self._pages.close()
@@ -273,7 +302,7 @@ class _Survey:
         self._tid, self._pages = tid, _PageMap(tid)
 
     def excluded(self, mapping):
-        """Why a readable mapping is left out, or None."""
+        """Why a mapping is left out, or None."""
         flags = self.flags.get(mapping.start, ())
         if "io" in flags or "pf" in flags:
             return "device memory"
@@ -292,31 +321,47 @@ class _Survey:
                 existing = self._pages.existing(asked[0].start, asked[-1].end)
                 ends = [end for _, end in existing]
                 for mapping in asked:
-                    pages = _within(existing, ends, mapping)
-                    touched = None if is_anonymous(mapping) else joined(pages, _FILE_GAP)
-                    found[mapping] = ([(mapping.start, mapping.end)], pages) if touched is None else (touched, touched)
+                    found[mapping] = self._asked(mapping, _within(existing, ends, mapping))
                 del asked[:]
             check()
 
-        for mapping in maps:
-            whole = [(mapping.start, mapping.end)]
-            if "r" not in mapping.perms or self.excluded(mapping):
-                found[mapping] = [], []
-            elif mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
-                found[mapping] = whole, whole
-            elif _is_shared_memory(mapping):
-                found[mapping] = whole, self._shared_data(mapping)
-            else:
+        for mapping in checked(maps, check):
+            decided = self._decided(mapping, programs)
+            if decided is None:
                 if mapping.start - end > self._pages.gap or len(asked) == _TOGETHER:
                     answer()
                 asked.append(mapping)
                 end = mapping.end
-                continue
-            # What is not asked for lies between: it is not worth a look unless it is small.
-            if mapping.end - mapping.start > _SMALL:
-                answer()
+            else:
+                found[mapping] = decided
+                # It lies between those that are asked for: not worth a look unless it is small.
+                if mapping.end - mapping.start > _SMALL:
+                    answer()
         answer()
         return found
+
+    def _decided(self, mapping, programs):
+        """(stored, data) of a mapping without a look at its pages; None when they decide."""
+        whole = [(mapping.start, mapping.end)]
+        if is_hidden(mapping):
+            return ([], []) if mapping.start in self._empty else None
+        if self.excluded(mapping):
+            return [], []
+        if mapping.path == "[vdso]" or (mapping.device, mapping.inode) in programs:
+            return whole, whole
+        return (whole, self._shared_data(mapping)) if _is_shared_memory(mapping) else None
+
+    def _asked(self, mapping, pages):
+        """(stored, data) of a mapping whose pages are these."""
+        if is_hidden(mapping):
+            if self.excluded(mapping):
+                self.kept_out[mapping], pages = pages, []
+            self.hidden.update(pages)
+            return pages, pages
+        if is_anonymous(mapping):
+            return [(mapping.start, mapping.end)], pages
+        touched = joined(pages, _FILE_GAP)
+        return touched, touched
 
     def _shared_data(self, mapping):
         """The parts of shared memory that exist, whoever touched them. To read the others would create them.
@@ -342,6 +387,16 @@ class _Survey:
         return found
 
 
+def hidden_pages(pid):
+    """[(start, end)] of the pages that there are of memory that a process itself may not read. OSError if it is gone."""
+    survey = _Survey(pid)
+    try:
+        hidden = [m for m in mappings(pid) if is_hidden(m) and not is_skipped(m)]
+        return [pages for _, data in survey.ranges(hidden, ()).values() for pages in data]
+    finally:
+        survey.close()
+
+
 # Device memory, without pages behind it; left out of cores; not there in a child, or zeroed; watched by userfaultfd.
 _FLAGS = {"io", "pf", "dd", "dc", "wf", "um", "uw", "ui"}
 
@@ -359,6 +414,25 @@ def vm_flags(tid):
             elif not head.endswith(b":"):
                 start = int(head.split(b"-")[0], 16)
     return flags
+
+
+def _empty(tid):
+    """The starts of the mappings that have no page in memory or swap, as smaps tells."""
+    found, start = set(), 0
+    with open("/proc/%d/smaps" % tid, "rb") as file:
+        for line in file:
+            words = line.split(None, 2)
+            if not words[0].endswith(b":"):
+                start = int(words[0].split(b"-")[0], 16)
+                found.add(start)
+            elif words[0] in (b"Rss:", b"Swap:") and words[1] != b"0":
+                found.discard(start)
+    return found
+
+
+def is_hidden(mapping):
+    """Whether the program itself may not read it."""
+    return "r" not in mapping.perms
 
 
 def _is_shared_memory(mapping):
@@ -406,7 +480,7 @@ class _Image:
         self._windows = []
 
     def reserve(self, ranges):
-        """Give ranges that have no place one; the file grows sparse, and is mapped."""
+        """Give ranges (an iterable) that have no place one; the file grows sparse, and is mapped."""
         new = sorted(r for r in ranges if r not in self._places)        # in the stop few
         missing = without(new, sorted(self._places)) if new else []
         if not missing:
@@ -475,12 +549,13 @@ class _Image:
 class _Copier:
     """Copies ranges of a process's memory into an `_Image`; remembers what could not be read."""
     _BATCH = 32 << 20           # bytes a system call: how often the time is looked at
-    _STEP = 1 << 20
+    _STEP, _OFTEN = 1 << 20, 1 << 18
     _PROCESSORS = min(4, len(os.sched_getaffinity(0)))      # more of them wait for the memory
 
-    def __init__(self, tid, image):
+    def __init__(self, tid, image, hidden):
+        """hidden: ranges that the process itself cannot read, nor process_vm_readv; more may come to them."""
         self._memory = ProcessMemory(tid)
-        self._image = image
+        self._image, self._hidden = image, hidden
         self._lock = threading.Lock()
         self.bytes_copied = 0
         self.failed = []            # ranges that cannot be read
@@ -498,7 +573,7 @@ class _Copier:
         """Copy `ranges`, calling `between` now and then, and done(bytes) after each step; both on this thread.
 
         The threads that help have this one's priority."""
-        batches = list(self._batches(ranges))[::-1]
+        batches = list(self._batches(checked(ranges, between)))[::-1]
         ended, errors = threading.Event(), []
 
         def work(look, tell):
@@ -506,8 +581,8 @@ class _Copier:
                 while batches and not ended.is_set():
                     look()
                     with contextlib.suppress(IndexError):       # another one has taken the last
-                        batch = batches.pop()
-                        self._copy_batch(batch, look)
+                        batch, copy = batches.pop()
+                        copy(batch, look)
                         tell(sum(length for _, length, _ in batch))
             except BaseException as error:
                 ended.set()
@@ -524,7 +599,15 @@ class _Copier:
             raise errors[0]
 
     def _batches(self, ranges):
-        """Lists of (address, length, local address), each for one system call."""
+        """Lists of (address, length, local address), each for one system call; those of what is hidden by themselves."""
+        ranges = list(ranges)
+        hidden = [r for r in ranges if r in self._hidden]
+        for batch in self._batches_of(r for r in ranges if r not in self._hidden):
+            yield batch, self._copy_batch
+        for batch in self._batches_of(hidden):
+            yield batch, self._copy_hidden
+
+    def _batches_of(self, ranges):
         batch, size = [], 0
         for start, end in ranges:
             for piece in self._image.pieces(start, end):
@@ -552,6 +635,22 @@ class _Copier:
             size -= length - count
             self._copy_slowly(address + count, length - count, local + count, between)
             between()
+
+    def _copy_hidden(self, batch, between):
+        since = 0
+        for address, length, local in batch:
+            done = 0
+            while done < length:
+                count = self._memory.read_hidden(address + done, min(length - done, self._STEP), local + done)
+                self._count(count)
+                if not count:
+                    self._copy_slowly(address + done, length - done, local + done, between)
+                    break
+                done += count
+                since += count
+                if since >= self._OFTEN:
+                    between()
+                    since = 0
 
     def _copy_slowly(self, address, length, local, between):
         """What the system call left: as far as it goes, without the pages that cannot be read."""
@@ -639,16 +738,13 @@ def take(kind, stopped, tid, path, progress=None):
 
 
 def destination(path):
-    """Where a file named `path` goes, links followed. LiveError when something else than a file would be replaced."""
+    """Where a core file named `path` goes, links followed. LiveError when it cannot be written, or something else than a
+    file would be replaced."""
+    check_writable(path, replaces=True)
     real = os.path.realpath(path)
-    try:
-        mode = os.lstat(real).st_mode
-    except FileNotFoundError:
-        mode = stat.S_IFDIR if path.endswith("/") else stat.S_IFREG
-    except OSError as error:
-        raise LiveError("cannot write %s: %s" % (path, error.strerror))
+    mode = os.lstat(real).st_mode if os.path.lexists(real) else stat.S_IFREG
     if not stat.S_ISREG(mode):
-        kind = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link that leads nowhere", stat.S_IFIFO: "a pipe",
+        kind = {stat.S_IFLNK: "a link that leads nowhere", stat.S_IFIFO: "a pipe",
                 stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
         raise LiveError("cannot write %s: it is %s; the core goes into a file of its own" % (path, kind))
     return real
@@ -719,7 +815,7 @@ class Capture:
         self._room = -(-2 * need // PAGE) * PAGE
         self._image = _Image(fd, self._room)
         stack.callback(self._image.close)
-        self._copier = _Copier(tid, self._image)
+        self._copier = _Copier(tid, self._image, self._survey.hidden)
         stack.callback(self._copier.close)
 
     def run(self, path, progress):
@@ -742,12 +838,13 @@ class Capture:
         failed = joined(sorted(self._copier.failed), 0)
         stored = {m: without(ranges, failed) for m, ranges in stored.items()}
         segments = load_segments(moment.maps, stored, self._image)
-        notes = b"".join(moment.notes[:3] + [file_note(moment.maps)] + moment.notes[3:])
+        unreadable = self._unreadable(moment.maps, failed)
+        notes = b"".join(moment.notes[:3] + [file_note(moment.maps)] + moment.notes[3:] + [missing_note(unreadable)])
         write_headers(self._fd, self._room, self._image.size, segments, notes)
         exe = moment.exe[:-len(" (deleted)")] if moment.exe.endswith(" (deleted)") else moment.exe
         vain = stopped.total - stopped.milliseconds if stopped.milliseconds else 0.0
         return Snapshot(path, stopped.pid, exe, tuple(moment.threads), self._copier.bytes_copied, stopped.began,
-                        stopped.milliseconds, self._unreadable(moment.maps, failed), None, "", vain)
+                        stopped.milliseconds, unreadable, None, "", vain)
 
     def _prepare(self, report):
         """All that can be done while the process runs."""
@@ -767,8 +864,9 @@ class Capture:
         with hurried(), self._stopped as stopped:
             moment = self._look()
             copied = self._still_constant(moment.maps)
-            now = self._ranges([m for m in moment.maps if m not in copied], program_files(moment.maps))
-            self._copier.copy([r for _, data in now.values() for r in data], stopped.check)
+            now = self._ranges([m for m in checked(moment.maps, stopped.check) if m not in copied],
+                               program_files(checked(moment.maps, stopped.check)))
+            self._copier.copy([r for _, data in checked(now.values(), stopped.check) for r in data], stopped.check)
             stopped.check()
         return moment, {m: self._early[m][0] if m in copied else now[m][0] for m in moment.maps if not is_skipped(m)}
 
@@ -780,21 +878,16 @@ class Capture:
         self._copier.reopen(self._tid)
         parents = _parents(self._tid)
         size = MACHINES[platform.machine()][1]
-        first, *others = [self._checked(thread_notes(tid, parents, size), i) for i, tid in enumerate(threads)]
+        first, *others = [thread_notes(tid, parents, size) for tid in checked(threads, self._stopped.check)]
         process = process_note(self._stopped.pid, self._tid, parents)
-        return _Moment(threads, self._checked(mappings(self._tid, self._lines)), os.readlink("/proc/%d/exe" % self._tid),
+        maps = mappings(self._tid, self._lines, self._stopped.check)
+        return _Moment(threads, maps, os.readlink("/proc/%d/exe" % self._tid),
                        [first, process, auxv_note(self._tid)] + others)
-
-    def _checked(self, value, number=0):
-        """`value`; now and then, by its number, the stop is checked."""
-        if not number % _TOGETHER:
-            self._stopped.check()
-        return value
 
     def _still_constant(self, maps):
         """The mappings that were copied while the process ran, and are still there; others of those are forgotten."""
-        copied = {m for m in maps if m in self._early and is_constant(m)}
-        stale = [m for m in self._early if is_constant(m) and m not in copied]
+        copied = {m for m in checked(maps, self._stopped.check) if is_constant(m) and m in self._early}
+        stale = [m for m in checked(self._early, self._stopped.check) if is_constant(m) and m not in copied]
         changed = sorted(r for m in stale for r in self._early[m][0])
         self._image.forget(changed)
         self._copier.failed = without(sorted(self._copier.failed), changed)
@@ -802,16 +895,18 @@ class Capture:
 
     def _ranges(self, maps, programs, check=None):
         """{mapping: (stored, data)} as the survey says it now, with a place in the image."""
-        now = self._survey.ranges([m for m in maps if not is_skipped(m)], programs, check or self._stopped.check)
-        self._image.reserve(r for stored, _ in now.values() for r in stored)
+        check = check or self._stopped.check
+        now = self._survey.ranges([m for m in checked(maps, check) if not is_skipped(m)], programs, check)
+        self._image.reserve(r for stored, _ in checked(now.values(), check) for r in stored)
         return now
 
     def _unreadable(self, maps, failed):
         found, ends = [], [end for _, end in failed]
         for mapping in maps:
-            reason = "r" in mapping.perms and not is_skipped(mapping) and self._survey.excluded(mapping)
+            reason = not is_skipped(mapping) and self._survey.excluded(mapping)
             if reason:
-                found.append(Unreadable(mapping.start, mapping.end, mapping.path, reason))
+                ranges = self._survey.kept_out.get(mapping, ()) if is_hidden(mapping) else [mapping[:2]]
+                found += [Unreadable(start, end, mapping.path, reason) for start, end in ranges]
             for start, end in _within(failed, ends, mapping):
                 found.append(Unreadable(start, end, mapping.path, "the kernel refuses to read it"))
         return found

@@ -13,7 +13,7 @@ import threading
 import time
 
 PTRACE_CONT, PTRACE_DETACH, PTRACE_GETEVENTMSG, PTRACE_GETREGSET = 7, 17, 0x4201, 0x4204
-PTRACE_SETOPTIONS, PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4200, 0x4206, 0x4207
+PTRACE_SETOPTIONS, PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_LISTEN = 0x4200, 0x4206, 0x4207, 0x4208
 PTRACE_O_TRACECLONE = 8
 PTRACE_EVENT_CLONE, PTRACE_EVENT_STOP = 3, 128
 WALL = 0x40000000               # wait for threads, too
@@ -101,6 +101,11 @@ def is_dead(tid):
     return status is None or status["State"][0] in "ZX"
 
 
+def is_ours(tid):
+    """Whether this program traces a thread already."""
+    return os.path.exists("/proc/self/task/" + (status_of(tid) or {}).get("TracerPid", "0"))
+
+
 def living_thread(pid):
     """Refuse, with a LiveError, what cannot be copied. Returns the id of a living thread to read /proc by."""
     status = status_of(pid)
@@ -114,7 +119,7 @@ def living_thread(pid):
     if not living:
         raise Ended("process %d has ended: it is a zombie that its parent, %s, has not reaped; no memory is "
                     "left to copy" % (pid, status["PPid"]))
-    if status["TracerPid"] != "0":
+    if status["TracerPid"] != "0" and not is_ours(pid):
         raise refusal(pid, pid)
     if "VmSize" not in (status_of(living[0]) or {}):
         raise LiveError("process %d is a kernel thread: it has no memory of its own" % pid)
@@ -327,16 +332,11 @@ class Stopped:
             try:
                 ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACECLONE)
             except OSError as error:
-                if not (error.errno == errno.ESRCH or self._is_ours(tid) or is_dead(tid)):
+                # The kernel attaches children of a seized thread.
+                if not (error.errno == errno.ESRCH or is_ours(tid) or is_dead(tid)):
                     raise refusal(self.pid, tid)
         self._known |= new
         return new
-
-    @staticmethod
-    def _is_ours(tid):
-        """Whether this program traces the thread already: the kernel attaches children of a seized thread."""
-        tracer = (status_of(tid) or {}).get("TracerPid", "0")
-        return os.path.exists("/proc/self/task/" + tracer)
 
     @staticmethod
     def _interrupt(tids):

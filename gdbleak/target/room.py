@@ -1,16 +1,43 @@
-"""Is there memory, or disk, for the copy of a process? Standard library only, Python 3.6 or later.
+"""Can a file be written, and is there memory, or disk, for the copy of a process? Standard library only, Python 3.6 or
+later.
 
 A file in /dev/shm is memory. A copy into it on a host that is about to run out invites the kernel's OOM killer, so
 some has to stay free: of the host, and of each control group that the writer is in.
 """
 import collections
 import os
+import stat
 import tempfile
+
+from .ptrace import LiveError
 
 _KEPT = 10                  # a tenth of what is available stays free
 
 Group = collections.namedtuple("Group", "left kills_all")
 Group.__doc__ = """What a control group may still take, in bytes, and whether the OOM killer ends all of it at once."""
+
+
+def check_writable(path, replaces=False):
+    """LiveError when no file can be written at `path`: so that it is known before a process is stopped for it.
+
+    replaces: what is there already is not written to, but a new file takes its name."""
+    real = os.path.realpath(path)
+    directory = os.path.dirname(real)
+    if path.endswith("/") or os.path.isdir(real):
+        raise LiveError("cannot write %s: it is a directory" % path)
+    if not os.path.isdir(directory):
+        raise LiveError("cannot write %s: there is no such directory" % path)
+    try:
+        try:
+            mode = os.lstat(real).st_mode
+        except FileNotFoundError:
+            mode = None
+        if replaces or mode is None:
+            tempfile.TemporaryFile(dir=directory).close()
+        elif stat.S_ISREG(mode):        # to open a pipe or a device may mean something
+            os.close(os.open(real, os.O_WRONLY))
+    except OSError as error:
+        raise LiveError("cannot write %s: %s" % (path, error.strerror))
 
 
 def lack(directory, needed):

@@ -83,19 +83,22 @@ class Target:
         return self.mappings[k] if k >= 0 and address < self.mappings[k].end else None
 
     def anonymous(self) -> list[tuple[int, int]]:
-        """(start, end) of stretches of readable memory without a file, neighbouring mappings joined.
+        """(start, end) of stretches of memory without a file, neighbouring mappings joined; of what the program may not
+        read what is there.
 
         What was mapped in one piece may have been split since by mprotect, mlock or madvise.
         """
         if self._anonymous is None:
             joined: list[list[int]] = []
             for mapping in self.mappings:
-                if mapping.path or not mapping.readable:
+                if mapping.path:
                     continue
-                if joined and joined[-1][1] == mapping.start:
-                    joined[-1][1] = mapping.end
-                else:
-                    joined.append([mapping.start, mapping.end])
+                whole = [(mapping.start, mapping.end)]
+                for start, end in whole if mapping.readable else self.space.present(*whole[0]):
+                    if joined and joined[-1][1] == start:
+                        joined[-1][1] = end
+                    else:
+                        joined.append([start, end])
             self._anonymous = [(start, end) for start, end in joined]
         return self._anonymous
 

@@ -10,6 +10,11 @@ import time
 
 import pytest
 
+from gdbleak.record import inject
+from gdbleak.record.agent import Agent
+from gdbleak.record.install import Installation, Target
+from gdbleak.target.live import mappings
+from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
 from tests.record_target import (KILL_AT, WAIT, Recorder, Subject, changed_text, check_as_found, guards, leftovers,
                                  wait_for)
@@ -105,7 +110,7 @@ def test_killed_at_any_moment(target, rounds):
     for number in range(rounds):
         way, victim = WAYS[number % 3], VICTIMS[number % len(VICTIMS)]
         # Most steps of the exact mode are its events: half of the rounds stay with installing.
-        at = chance.randint(1, min(steps[way], 250) if chance.random() < 0.5 else steps[way])
+        at = chance.randint(1, min(steps[way], 400) if chance.random() < 0.5 else steps[way])
         print("round", number, way, victim, at)
         who = victim.split()[0] if victim != "tool late" else "count"
         through = [*KILL_AT, "tool" if victim == "both" else who, str(at)]
@@ -249,6 +254,19 @@ def test_target_runs_another_program(restless, way):
     assert "runs another program now" in recorder.finish(status=2)[1]
     check_as_found(restless.pid)
     assert restless.is_alive()
+
+
+def test_another_program_is_not_changed(restless):
+    """The one that the target runs by the time of the stop."""
+    installation = Installation(Target(restless.pid), Agent())
+    restless.say("e")
+    assert restless.line() == "ready\n"
+    place = 0x100000000
+    with pytest.raises(LiveError, match="runs another program now"):
+        installation.halted(lambda halted: inject.make_calls(halted, [(inject.MMAP, place, 4096, 3, 0x100022, -1, 0)]))
+    installation.remove()
+    check_as_found(restless.pid)
+    assert place not in {m.start for m in mappings(restless.pid)} and restless.is_alive()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)

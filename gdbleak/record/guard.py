@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..target import ptrace
 from ..target.ptrace import LiveError
-from . import tracee
+from . import inject, tracee
 
 PAGE = 4096
 MARK = b"gdbleak recording "
@@ -33,22 +33,18 @@ _TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a tar
 class Plan:
     """What a recording changes in the target.
 
-    regions: (start, end) of the mappings it makes, the first begins with `code`, which threads run in; cave: address and
-    bytes (hex) of the slack that the stub uses; patches: (address, bytes before, bytes after) in hex; nonce: address and
-    value (hex) of the agent's mark; state, in_flight: addresses in the agent, 0 when it has none; action: address in the
-    target where SIGTRAP's action before is kept, its handler all ones until it was changed; guard: the guard's process
-    id.
+    regions: (start, end) of the mappings it makes, the first begins with `code`, which threads run in; patches:
+    (address, bytes before, bytes after) in hex; nonce: address and value (hex) of the agent's mark; state: address in
+    the agent; action: address in the target where SIGTRAP's action before is kept, its handler all ones until it was
+    changed; guard: the guard's process id.
     """
 
     regions: list = field(default_factory=list)
     code: list = field(default_factory=list)
-    cave: list = field(default_factory=list)
     patches: list = field(default_factory=list)
     nonce: list = field(default_factory=list)
     state: int = 0
-    in_flight: int = 0
     action: int = 0
-    seccomp: bool = False
     guard: int = 0
 
     def page(self) -> bytes:
@@ -80,10 +76,10 @@ def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
         if not memory.is_alive():
             return Removal(gone=True)
         try:
-            if not (result.restored and _is_busy(memory, plan)):
+            if not (result.restored and _is_stopped(memory.pid)):
                 _attempt(memory, plan, result)
                 return result
-        except (tracee.Unsafe, LiveError, OSError) as error:
+        except (inject.Unsafe, LiveError, OSError) as error:
             result.waits = str(error)
         waited = time.monotonic() - began
         if waited > (unmap_wait if result.restored else patience):
@@ -92,25 +88,25 @@ def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
         time.sleep(pause)
 
 
-def _is_busy(memory, plan) -> bool:
-    """Whether it is of no use to stop the process: it is stopped anyway, or a thread says that it is in the agent."""
-    state = (ptrace.status_of(memory.pid) or {}).get("State", "?")[0]
-    return state in "Tt" or bool(plan.in_flight and any(memory.read(plan.in_flight, 8)))
+def _is_stopped(pid) -> bool:
+    """Whether a process is stopped by a signal or a tracer, so that its threads stay where they are."""
+    return (ptrace.status_of(pid) or {}).get("State", "?")[0] in "Tt"
 
 
 def _attempt(memory, plan, result):
     """One stop. Raises Unsafe when something is still to be done."""
-    halted = tracee.Halted(memory)
+    halted = ptrace.Stopped(memory.pid)
     try:
         with ptrace.hurried(), halted:
             if plan.state and plan.patches:
                 with contextlib.suppress(OSError):
                     memory.write(plan.state, bytes(4))
             foreign = _restore_text(memory, plan)
-            _restore_cave(halted, memory, plan)
+            maps = tracee.mappings_of(memory.pid)
+            inject.remove_remains(halted, maps)
             result.restored = not foreign
             result.waits = foreign
-            _unmap(halted, memory, plan, result)
+            _unmap(halted, maps, memory, plan, result)
     finally:
         result.stop_ms = max(result.stop_ms, halted.milliseconds or 0.0)
 
@@ -128,37 +124,25 @@ def _restore_text(memory, plan) -> str:
     return foreign
 
 
-def _restore_cave(halted, memory, plan):
-    if plan.cave:
-        address, original = plan.cave[0], bytes.fromhex(plan.cave[1])
-        if memory.read(address, len(original)) != original:
-            if halted.refer_to([(address, address + len(original))]):
-                raise tracee.Unsafe("a thread is making the system calls that were put into it")
-            memory.write(address, original)
-
-
-def _unmap(halted, memory, plan, result):
-    mapped = _mapped(memory, plan)
+def _unmap(halted, maps, memory, plan, result):
+    mapped = _mapped(maps, memory, plan)
     result.left = sum(end - start for start, end in mapped)
-    calls = [(tracee.MUNMAP, start, end - start) for start, end in mapped]
+    calls = [(inject.MUNMAP, start, end - start) for start, end in mapped]
     if plan.action and mapped and memory.read(plan.action, 8) != b"\xff" * 8:
-        calls.insert(0, (tracee.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
+        calls.insert(0, (inject.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
     if not calls:
         return
-    busy = plan.in_flight and any(memory.read(plan.in_flight, 8))
-    if busy or halted.refer_to([tuple(plan.code)], returns=not plan.in_flight):
-        raise tracee.Unsafe("a thread is within the agent")
-    tracee.make_calls(halted, memory, (plan.cave[0], bytes.fromhex(plan.cave[1])), calls, plan.seccomp)
-    result.left = sum(end - start for start, end in _mapped(memory, plan))
+    if inject.refer_to(halted, maps, [tuple(plan.code)]):
+        raise inject.Unsafe("a thread is within the agent")
+    inject.make_calls(halted, calls)
+    result.left = sum(end - start for start, end in _mapped(tracee.mappings_of(memory.pid), memory, plan))
     if result.left:
-        raise tracee.Unsafe("the target could not unmap the agent")
+        raise inject.Unsafe("the target could not unmap the agent")
 
 
-def _mapped(memory, plan) -> list:
+def _mapped(maps, memory, plan) -> list:
     """Those of the plan's regions that are mapped, and ours. They touch no other mapping."""
-    if not plan.regions:
-        return []
-    maps = [m for m in tracee.mappings_of(memory.pid) if not m.inode]
+    maps = [m for m in maps if not m.inode]
     (start, end), *others = plan.regions
     inside = [m for m in maps if start <= m.start and m.end <= end]
     if sum(m.end - m.start for m in inside) != end - start or not memory.read(plan.nonce[0], 16).hex() in (
@@ -190,8 +174,10 @@ def clean(memory: tracee.Memory) -> None:
     if plan is not None:
         remove(memory, plan, patience=5.0)
     for _ in range(100):
-        with contextlib.suppress(tracee.Unsafe):
-            return tracee.remove_stubs(memory)
+        if not inject.remains(memory.tid, tracee.mappings_of(memory.pid)):
+            return
+        with contextlib.suppress(inject.Unsafe):
+            inject.clean(ptrace.Stopped(memory.pid))
         time.sleep(0.01)
 
 
@@ -207,7 +193,6 @@ def is_guard(pid: int) -> bool:
 def remove_from_children(plan: Plan, parent: int) -> int:
     """Take the agent out of processes that the target forked meanwhile; returns how many those were."""
     count = 0
-    plan = replace(plan, in_flight=0)       # counts the parent's threads, which the child does not have
     address, nonce = plan.nonce
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in (parent, os.getpid()):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..target import ptrace
 from ..target.ptrace import LiveError
-from . import guard, relocate, tracee
+from . import guard, inject, relocate, tracee
 from .agent import ROOM
 from .guard import PAGE
 from .modules import Image, Process
@@ -134,11 +134,13 @@ class Installation:
     def halted(self, action):
         """Do `action(halted)` in a stop of the whole process, again while it is Unsafe."""
         for attempt in range(_TRIES):
-            halted = tracee.Halted(self.memory)
+            halted = ptrace.Stopped(self.memory.pid)
             try:
                 with ptrace.hurried(), halted:
+                    if not self.memory.is_alive():      # an exec was faster; from now on there can be none
+                        raise ProcessLookupError
                     return action(halted)
-            except tracee.Unsafe as error:
+            except inject.Unsafe as error:
                 problem = error
                 time.sleep(_PAUSE)
             except OSError as error:
@@ -149,26 +151,22 @@ class Installation:
         raise LiveError(f"process {self.target.pid} cannot be changed: {problem}; try again")
 
     def _map(self, near, room):
-        cave = self.cave = tracee.find_cave(self.memory)
-        if cave is None:
-            raise LiveError("no mapped program has unused space behind its text to make system calls from")
         nonce = self._nonce = os.urandom(16)
 
         def action(halted):
             size = self.agent.size + PAGE       # the last page is for the plan
             self.base = free_place(self.target.process, size, near)
             regions = [(self.base, self.base + size)]
-            calls = [(tracee.MMAP, self.base, size, 3, 0x100022, -1, 0),
-                     (tracee.MPROTECT, self.base, self.agent.data, 5)]
+            calls = [(inject.MMAP, self.base, size, 3, 0x100022, -1, 0),
+                     (inject.MPROTECT, self.base, self.agent.data, 5)]
             if room:
                 self.room = self._elsewhere(room)
                 regions.append((self.room, self.room + room))
-                calls.append((tracee.MMAP, self.room, room, 3, 0x104022, -1, 0))
+                calls.append((inject.MMAP, self.room, room, 3, 0x104022, -1, 0))
             self.guard.announce(
-                regions=regions, code=[self.base, self.base + self.agent.data], cave=[cave[0], cave[1].hex()],
-                nonce=[self.at("nonce"), nonce.hex()], state=self.at("state"),
-                in_flight=self.at("in_flight") if self.agent.counts_flights else 0, seccomp=self.target.filtered)
-            tracee.make_calls(halted, self.memory, cave, calls, self.target.filtered)
+                regions=regions, code=[self.base, self.base + self.agent.data],
+                nonce=[self.at("nonce"), nonce.hex()], state=self.at("state"))
+            inject.make_calls(halted, calls)
             exact = {(m.start, m.end) for m in tracee.mappings_of(self.target.pid)}
             if (self.base + self.agent.data, self.base + size) not in exact or regions[-1] not in exact | {
                     regions[0]}:
@@ -200,13 +198,14 @@ class Installation:
         self.memory.write(self.base, bytes(code))
         return patches
 
-    def patch(self, halted: tracee.Halted) -> None:
+    def patch(self, halted: ptrace.Stopped) -> None:
         """Have the hooked functions lead to the agent. Raises Unsafe, LiveError, OSError."""
         for address, before, _, _ in self._patches:
             if self.memory.read(address, len(before)) != before:
                 raise LiveError(f"the text at {address:#x} is being changed by something else")
-        if halted.refer_to([(address + 1, address + size) for address, _, _, size in self._patches]):
-            raise tracee.Unsafe("a thread stays within the first instructions of a function to hook")
+        inside = [(address + 1, address + size) for address, _, _, size in self._patches]
+        if inject.refer_to(halted, tracee.mappings_of(halted.pid), inside):
+            raise inject.Unsafe("a thread stays within the first instructions of a function to hook")
         for address, _, after, _ in self._patches:
             self.memory.write(address, after)
 

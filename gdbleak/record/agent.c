@@ -40,7 +40,6 @@ struct slot {
     u32 stack_length, next, kind, ready;
 };
 
-SHARED u64 nonce[2];            /* whose agent this is */
 SHARED volatile u32 state;      /* PASSIVE, SAMPLING or FREES_ONLY */
 SHARED u64 size_mask, unit;     /* amount of a request: (size & size_mask) + unit */
 SHARED u64 mean = 1, least_mean = 1;    /* the mean distance now, and the smallest it may become */

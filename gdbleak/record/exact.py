@@ -39,7 +39,7 @@ _RESTORER_AT, _STUBS_AT, _STUB_SIZE, _ROOMS_AT = 0x80, 0x100, 32, 0x800
 # Mark the frame as returned from, in its unused gs, so that it is not taken for one that a thread is to return by:
 #   movw $1, 186(%rsp); mov $15, %eax; syscall
 _RESTORER = bytes.fromhex("66c78424ba0000000100 b80f000000 0f05")
-_DATA = {"old_action": 0, "default_action": 0x28, "new_action": 0x60, "nonce": 0x80, "state": 0x90}
+_DATA = {"old_action": 0, "default_action": 0x28, "new_action": 0x60, "state": 0x80}
 _NOT_SAVED = b"\xff" * 8                            # in old_action until the kernel has written it
 _FLAGS = 0x04000000 | 0x40000000 | 0x08000000 | 0x10000000 | 4   # RESTORER, NODEFER, ONSTACK, RESTART, SIGINFO
 

@@ -18,14 +18,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..target import ptrace
+from ..target.live import without
 from ..target.ptrace import LiveError
 from . import inject, tracee
 
 PAGE = 4096
-MARK = b"gdbleak recording "
+_MARK = b"gdbleak recording "
 _WAIT = 20.0            # seconds for an answer of the guard
 _UNMAP_WAIT = 3.0       # seconds after which the tool no longer waits for the agent's pages to be unmapped
-_MOST_WAIT = 3600.0     # seconds after which they stay in the target
+_LONG_PAUSE, _MOST_WAIT = 2.0, 3600.0   # seconds between two later tries, and after which they stay in the target
+_KCMP, _KCMP_VM = 312, 1
 _TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a target that something else holds
 
 
@@ -33,23 +35,28 @@ _TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a tar
 class Plan:
     """What a recording changes in the target.
 
-    regions: (start, end) of the mappings it makes, the first begins with `code`, which threads run in; patches:
-    (address, bytes before, bytes after) in hex; nonce: address and value (hex) of the agent's mark; state: address in
-    the agent; action: address in the target where SIGTRAP's action before is kept, its handler all ones until it was
-    changed; guard: the guard's process id.
+    nonce: whose it is, in hex; regions: (start, end) of the mappings it makes, each marked by its first bytes; code:
+    (start, end) of what threads run in, a page behind the beginning of the first; patches: (address, bytes before, bytes
+    after) in hex; state: address in the agent; action: address in the target where SIGTRAP's action before is kept, its
+    handler all ones until it was changed; guard: the guard's process id.
     """
 
+    nonce: str = ""
     regions: list = field(default_factory=list)
     code: list = field(default_factory=list)
     patches: list = field(default_factory=list)
-    nonce: list = field(default_factory=list)
     state: int = 0
     action: int = 0
     guard: int = 0
 
+    @property
+    def mark(self) -> bytes:
+        """What each region begins with."""
+        return _MARK + self.nonce.encode() + b" "
+
     def page(self) -> bytes:
-        """The page that holds the plan itself, at the end of the first region: for whoever comes after us all."""
-        return (MARK + json.dumps(asdict(self)).encode()).ljust(PAGE, b"\0")
+        """The first page of the first region, which holds the plan itself: for whoever comes after us all."""
+        return (self.mark + json.dumps(asdict(self)).encode()).ljust(PAGE, b"\0")
 
 
 @dataclass
@@ -84,7 +91,7 @@ def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
         waited = time.monotonic() - began
         if waited > (unmap_wait if result.restored else patience):
             return result
-        pause = min(pause * 1.2, 0.05 if waited < _UNMAP_WAIT or not result.restored else 2.0)
+        pause = min(pause * 1.2, 0.05 if waited < _UNMAP_WAIT else _LONG_PAUSE)
         time.sleep(pause)
 
 
@@ -101,18 +108,18 @@ def _attempt(memory, plan, result):
             if plan.state and plan.patches:
                 with contextlib.suppress(OSError):
                     memory.write(plan.state, bytes(4))
-            foreign = _restore_text(memory, plan)
+            _restore_text(memory, plan)
             maps = tracee.mappings_of(memory.pid)
             inject.remove_remains(halted, maps)
-            result.restored = not foreign
-            result.waits = foreign
+            result.restored = True
             _unmap(halted, maps, memory, plan, result)
+            result.waits = ""
     finally:
         result.stop_ms = max(result.stop_ms, halted.milliseconds or 0.0)
 
 
-def _restore_text(memory, plan) -> str:
-    """What is not ours there; "" when all is restored."""
+def _restore_text(memory, plan):
+    """Raises Unsafe when something is there that is not ours: it may still lead to the agent."""
     foreign = ""
     for address, before, after in plan.patches:
         before, after = bytes.fromhex(before), bytes.fromhex(after)
@@ -121,7 +128,8 @@ def _restore_text(memory, plan) -> str:
             memory.write(address, before)
         elif now != before:
             foreign = f"the text at {address:#x} was changed by something else meanwhile"
-    return foreign
+    if foreign:
+        raise inject.Unsafe(foreign)
 
 
 def _unmap(halted, maps, memory, plan, result):
@@ -141,26 +149,27 @@ def _unmap(halted, maps, memory, plan, result):
 
 
 def _mapped(maps, memory, plan) -> list:
-    """Those of the plan's regions that are mapped, and ours. They touch no other mapping."""
-    maps = [m for m in maps if not m.inode]
-    (start, end), *others = plan.regions
-    inside = [m for m in maps if start <= m.start and m.end <= end]
-    if sum(m.end - m.start for m in inside) != end - start or not memory.read(plan.nonce[0], 16).hex() in (
-            plan.nonce[1], "0" * 32):
-        return []
-    exact = {(m.start, m.end) for m in maps}
-    return [(start, end) for start, end in others if (start, end) in exact] + [(start, end)]
+    """Those of the plan's regions that are mapped, and ours, the last first. Once a region is marked, the kernel may have
+    joined it with its neighbours."""
+    anonymous = [(m.start, m.end) for m in maps if not m.inode]
+    found = []
+    for start, end in reversed(plan.regions):
+        inside = [(low, high) for low, high in anonymous if start <= low and high <= end]
+        if not without([(start, end)], anonymous):
+            head = memory.read(start, len(plan.mark))
+            if head == plan.mark or not any(head) and not without([(start, end)], inside):
+                found.append((start, end))
+    return found
 
 
 def found_in(memory: tracee.Memory) -> Plan | None:
     """The plan of a recording that is in the process, running or left there; None when there is none."""
-    maps = [m for m in tracee.mappings_of(memory.pid) if not m.inode]
-    for code, data in zip(maps, maps[1:]):
-        if code.perms == "r-xp" and data.start == code.end and data.perms == "rw-p":
+    for code in tracee.mappings_of(memory.pid):
+        if code.perms == "r-xp" and not code.inode:
             with contextlib.suppress(OSError, ValueError, TypeError):
-                page = memory.read(data.end - PAGE, PAGE)
-                if page.startswith(MARK):
-                    return Plan(**json.loads(page[len(MARK):].rstrip(b"\0")))
+                page = memory.read(code.start - PAGE, PAGE)
+                if page.startswith(_MARK):
+                    return Plan(**json.loads(page[len(_MARK):].split(b" ", 1)[1].rstrip(b"\0")))
     return None
 
 
@@ -190,12 +199,11 @@ def is_guard(pid: int) -> bool:
         return False
 
 
-def remove_from_children(plan: Plan, parent: int) -> int:
-    """Take the agent out of processes that the target forked meanwhile; returns how many those were."""
-    count = 0
-    address, nonce = plan.nonce
+def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> int:
+    """Take the agent out of processes that the target forked meanwhile; the bytes that are left in them."""
+    left = 0
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in (parent, os.getpid()):
+        if not name.isdigit() or int(name) in (parent, os.getpid()) or _share_memory(parent, int(name)):
             continue
         try:
             file = os.open(f"/proc/{name}/mem", os.O_RDWR | os.O_CLOEXEC)
@@ -203,14 +211,18 @@ def remove_from_children(plan: Plan, parent: int) -> int:
             continue
         memory = tracee.Memory(int(name), file)
         try:
-            if memory.read(address, len(nonce) // 2).hex() == nonce:
-                remove(memory, plan, patience=1.0)
-                count += 1
+            if memory.read(plan.regions[0][0], len(plan.mark)) == plan.mark:
+                left += remove(memory, plan, 1.0, unmap_wait).left
         except OSError:
             pass
         finally:
             memory.close()
-    return count
+    return left
+
+
+def _share_memory(one: int, other: int) -> bool:
+    """Whether two processes do, as after a vfork."""
+    return ptrace.libc.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0
 
 
 class Guard:
@@ -281,11 +293,14 @@ def main(arguments: list[str]) -> None:
             break
         plan = Plan(**message)
         _say("known")
-    result = remove(memory, plan)
-    if plan.nonce:
-        remove_from_children(plan, memory.pid)
-    if result.left:
-        remove(memory, plan, unmap_wait=_MOST_WAIT)
+    end, unmap_wait = time.monotonic() + _MOST_WAIT, _UNMAP_WAIT
+    while plan.regions:
+        left = remove(memory, plan, unmap_wait=unmap_wait).left
+        left += remove_from_children(plan, memory.pid, unmap_wait)
+        if not left or time.monotonic() > end:
+            break
+        unmap_wait = 0.0
+        time.sleep(_LONG_PAUSE)
 
 
 def _say(what) -> None:

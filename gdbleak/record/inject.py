@@ -34,8 +34,10 @@ _SYSCALL_STOP = (0, signal.SIGTRAP | 0x80)
 _USED = {"rax": "488b05", "rcx": "488b0d", "rdx": "488b15", "rsi": "488b35", "rdi": "488b3d",   # mov ..., [rip + ...]
          "r8": "4c8b05", "r9": "4c8b0d", "r10": "4c8b15", "r11": "4c8b1d"}
 _ARGUMENTS = ("rdi", "rsi", "rdx", "r10", "r8", "r9")
-_64_BIT_CODE = 0x33             # cs; followed by gs and fs, which are 0, two words behind rip in a signal frame
+_64_BIT_CODE = 0x33             # cs; in a signal frame followed by gs and fs, which are 0
 _SEGMENTS_MASK = (1 << 48) - 1
+_TO_RSP = 20                    # words of a signal frame from uc_flags on; behind it rip, eflags and cs
+_MOST_UC_FLAGS = 7
 _NOTHING = (1 << 64) - 1        # as orig_rax: in no system call, so that the kernel restarts none
 # What the kernel leaves in rax of a call that it will make again, and of one that goes on by restart_syscall.
 _ERESTART, _ERESTART_RESTARTBLOCK = (-512, -513, -514), -516
@@ -116,8 +118,8 @@ def refer_to(stopped, maps, ranges):
 def _returns(tid, maps):
     """Where a thread is, and where it may come back to.
 
-    Most words on its stack that look like return addresses are stale. Two kinds are not: the rip in a signal frame, and
-    a return address below a word that holds the address of the word above it, as code of ours puts it there."""
+    Most words on its stack that look like return addresses are stale. Two kinds count: the rip in a signal frame, and a
+    return address below a word that holds the address of the word above it, as code of ours puts it there."""
     registers = registers_of(tid)
     found, stacks, seen = [registers.rip], [registers.rsp], []
     with ProcessMemory(tid) as memory:
@@ -132,10 +134,15 @@ def _returns(tid, maps):
             for k in range(len(words) - 3):
                 if words[k + 1] == start + 8 * (k + 2):
                     found.append(words[k])
-                if words[k + 3] & _SEGMENTS_MASK == _64_BIT_CODE:       # rsp, rip, eflags, cs with gs and fs
+                if words[k + 3] & _SEGMENTS_MASK == _64_BIT_CODE and _is_signal_frame(words, k - _TO_RSP):
                     found.append(words[k + 1])
-                    stacks.append(words[k])             # a handler may run on a stack of its own
+                    stacks.append(words[k])             # the handler may run on a stack of its own
     return found
+
+
+def _is_signal_frame(words, at):
+    """Whether uc_flags and uc_link of a signal frame may be there."""
+    return at >= 0 and words[at] <= _MOST_UC_FLAGS and not words[at + 1]
 
 
 def _slots(tid, maps):

@@ -16,8 +16,8 @@ from gdbleak.record.install import Installation, Target
 from gdbleak.target.live import mappings
 from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
-from tests.record_target import (KILL_AT, WAIT, Recorder, Subject, changed_text, check_as_found, guards, leftovers,
-                                 wait_for)
+from tests.record_target import (KILL_AT, WAIT, Recorder, Subject, changed_text, check_as_found, guards, kill,
+                                 leftovers, wait_for)
 from tests.targets import build
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
@@ -284,6 +284,51 @@ def test_target_forks(restless, way):
         assert leftovers(child) == []
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("where", ["plain", "handler", "fork"])
+@pytest.mark.parametrize("way", [("sample", "--grace", "0", "--every", "1"), ("sample", "--exact", "--grace", "0")],
+                         ids=" ".join)
+def test_thread_is_within(way, where):
+    """The agent stays as long as a thread is to return into it, and no longer, whatever words are left on its stack."""
+    with Subject(build("record_inside", "-O1").path) as subject:
+        subject.line()
+        recorder = begin(subject, way, 600)
+        subject.say(where[0])
+        child = int(subject.line().split()[1])
+        pids = [subject.pid, child] if child else [subject.pid]
+        try:
+            recorder.process.send_signal(signal.SIGINT)
+            assert "stay mapped: a thread is within the agent" in recorder.finish()[0]
+            assert changed_text(subject.pid) == [] and leftovers(subject.pid) != []
+            subject.process.send_signal(signal.SIGUSR2)
+            assert [subject.line() for _ in pids] == ["done\n" for _ in pids]
+            for pid in pids:
+                check_as_found(pid)
+            assert subject.is_alive()
+        finally:
+            for pid in pids[1:]:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_text_is_changed_by_something_else(restless):
+    """What it put there may still lead to the agent, which stays until that is gone."""
+    address = Target(restless.pid).function("pvalloc").address      # which is never called
+    recorder = begin(restless, WAYS[0], 600)
+    with open(f"/proc/{restless.pid}/mem", "r+b", 0) as memory:
+        def put(byte):
+            os.pwrite(memory.fileno(), byte, address)
+
+        assert os.pread(memory.fileno(), 1, address) == b"\xe9"
+        put(b"\x90")
+        kill(recorder.process)
+        wait_for(lambda: {int(at, 16) - address for _, at in changed_text(restless.pid)} <= set(range(5)), "the guard")
+        time.sleep(0.5)
+        assert leftovers(restless.pid) != [] and guards(restless.pid) != []
+        put(b"\xe9")
+        check_as_found(restless.pid)
+    restless.say("t")
+    assert restless.line() == "done\n"
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)

@@ -283,9 +283,9 @@ def _trace(installation, recorder, options, note, progress):
             with tracer:
                 installation.patch(tracer)
                 began, user = time.monotonic(), _user_seconds(target.pid)
-                note(f"recording process {target.pid} for {options.seconds:g} s, every call")
                 tracer.resume()
-                seconds = _follow(tracer, recorder, began + options.seconds, True, progress)
+                seconds = _follow(tracer, recorder, began + options.seconds, True, progress, lambda: note(
+                    f"recording process {target.pid} for {options.seconds:g} s, every call"))
                 user = _user_seconds(target.pid) - user
                 _follow(tracer, recorder, time.monotonic() + options.grace, False, progress)
                 tracer.halt()
@@ -295,11 +295,13 @@ def _trace(installation, recorder, options, note, progress):
     raise LiveError(f"process {target.pid} cannot be changed: a thread stays within a function to hook; try again")
 
 
-def _follow(tracer, recorder, end, allocations, progress) -> float:
-    """Handle stops until `end`; returns when it was over. Without `allocations`, only releases count."""
+def _follow(tracer, recorder, end, allocations, progress, begin=lambda: None) -> float:
+    """Call `begin`, and handle stops until `end`; returns when it was over. Ctrl-C ends it early. Without `allocations`,
+    only releases count."""
     idle_since = 0.0
     told = 0.0
     try:
+        begin()
         while True:
             stop = tracer.next_stop()
             if stop is None:

@@ -189,10 +189,8 @@ def record(pid: int, seconds: float, note: Callable[[str], None], progress: Call
             "state": agents.SAMPLING.to_bytes(4, "little"), "slots": word(installation.room),
             "slot_count": word(SLOTS), "slot_bytes": word(SLOT_BYTES), "stack_bytes": word(_STACK_BYTES)})
         before = _own(target, installation)
-        began = time.monotonic()
-        note(f"recording process {pid} for {seconds:g} s")
         with hurried():
-            lasted = _watch(ring, began, seconds, progress)
+            lasted = _watch(ring, seconds, progress, lambda: note(f"recording process {pid} for {seconds:g} s"))
         installation.write("state", agents.PASSIVE, 4)
         time.sleep(_LOOK)
         ring.drain()
@@ -243,8 +241,11 @@ def _own(target, installation) -> list[Mapping]:
             for start, end in without([(m.start, m.end)], ours)]
 
 
-def _watch(ring, began, seconds, progress) -> float:
+def _watch(ring, seconds, progress, begin) -> float:
+    """Call `begin`, and drain the ring; returns for how long. Ctrl-C ends it early. OSError when the process ends."""
+    began = time.monotonic()
     try:
+        begin()
         while True:
             passed = time.monotonic() - began
             if passed >= seconds:

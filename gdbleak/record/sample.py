@@ -73,11 +73,10 @@ def record(pid: int, options: Options, note: Callable[[str], None], progress: Ca
     try:
         installation.install(hooks, image, room_bytes(), lambda: {
             **settings(installation, hooks, options), **(lua.settings if lua else {})})
-        began = time.monotonic()
-        note(f"recording process {pid} for {options.seconds:g} s")
-        seconds = _watch(installation, began, options.seconds, progress, "recording")
+        seconds = _watch(installation, options.seconds, progress, "recording",
+                         lambda: note(f"recording process {pid} for {options.seconds:g} s"))
         installation.write("state", agents.FREES_ONLY, 4)
-        _watch(installation, time.monotonic(), options.grace, progress, "watching frees")
+        _watch(installation, options.grace, progress, "watching frees")
         installation.write("state", agents.PASSIVE, 4)
         rows, memory, areas = _read(installation)
         counters = {name: installation.read(name) for name in ("taken", "released", "thinned", "missed", "dropped",
@@ -139,9 +138,11 @@ def _ticks_a_second() -> float:
         return 2e9
 
 
-def _watch(installation, began, seconds, progress, what) -> float:
-    """Wait; returns how long. Raises LiveError when the process ends."""
+def _watch(installation, seconds, progress, what, begin=lambda: None) -> float:
+    """Call `begin`, and wait; returns how long. Ctrl-C ends it early. OSError when the process ends."""
+    began = time.monotonic()
     try:
+        begin()
         while True:
             passed = time.monotonic() - began
             if passed >= seconds:

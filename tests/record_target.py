@@ -10,7 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-
 from gdbleak.target.live import mappings
 from tests.targets import CACHE, PROGRAMS, build, built_name
 

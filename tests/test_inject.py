@@ -29,11 +29,10 @@ def make(pid, calls):
     def act():
         with stopped:
             return inject.make_calls(stopped, calls)
-    while True:
-        try:
+    for _ in range(10_000):
+        with contextlib.suppress(inject.Unsafe):
             return stopped.run(act)
-        except inject.Unsafe:
-            pass
+    raise TimeoutError("it stays Unsafe")
 
 
 def mapped(pid):

@@ -158,8 +158,7 @@ def test_one_recording_at_a_time():
         recorder.wait_begin()
         second = Recorder("mmaps", target.pid, "--seconds", "0.1")
         assert "is being recorded already" in second.finish(status=2)[1]
-        recorder.process.send_signal(signal.SIGINT)
-        recorder.finish()
+        end(recorder)
         check_as_found(target.pid)
     finally:
         target.close()
@@ -228,6 +227,12 @@ def begin(subject, way, seconds):
     return recorder
 
 
+def end(recorder):
+    """End its window now: what it prints."""
+    recorder.process.send_signal(signal.SIGINT)
+    return recorder.finish()[0]
+
+
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_target_exits(restless, way):
     recorder = begin(restless, way, 30)
@@ -272,12 +277,12 @@ def test_another_program_is_not_changed(restless):
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_target_forks(restless, way):
     """The children live, and are left as they were, too."""
-    recorder = begin(restless, way, 2)
+    recorder = begin(restless, way, 600)
     restless.say("f")
     child = int(restless.line())
     try:
         assert restless.line() == "done\n"
-        recorder.finish()
+        end(recorder)
         check_as_found(restless.pid)
         assert os.path.exists(f"/proc/{child}/exe")
         assert changed_text(child) == []
@@ -298,8 +303,7 @@ def test_thread_is_within(way, where):
         child = int(subject.line().split()[1])
         pids = [subject.pid, child] if child else [subject.pid]
         try:
-            recorder.process.send_signal(signal.SIGINT)
-            assert "stay mapped: a thread is within the agent" in recorder.finish()[0]
+            assert "stay mapped: a thread is within the agent" in end(recorder)
             assert changed_text(subject.pid) == [] and leftovers(subject.pid) != []
             subject.process.send_signal(signal.SIGUSR2)
             assert [subject.line() for _ in pids] == ["done\n" for _ in pids]
@@ -333,10 +337,10 @@ def test_text_is_changed_by_something_else(restless):
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_threads_come_and_go(restless, way):
-    recorder = begin(restless, way, 1.5)
+    recorder = begin(restless, way, 600)
     restless.say("t")
     assert restless.line() == "done\n"
-    recorder.finish()
+    end(recorder)
     check_as_found(restless.pid)
     assert restless.is_alive()
 

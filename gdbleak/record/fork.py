@@ -135,7 +135,7 @@ class _ForkedCapture(Capture):
         early = self._still_constant(moment.maps)
         now = self._ranges([m for m in moment.maps if m not in early and self._is_copied_in_stop(m)], programs)
         self._copy_now(now)
-        child = self._fork(tid)
+        child = self._fork(tid, moment.maps)
         missing = self._missing(child.pid, [m for m in moment.maps if m not in early and m not in now])
         if missing:
             lost = self._ranges(missing, programs)
@@ -147,10 +147,10 @@ class _ForkedCapture(Capture):
         self._copier.copy([r for _, data in ranges.values() for r in data], self._stopped.check)
         self._stopped.check()
 
-    def _fork(self, tid):
+    def _fork(self, tid, maps):
         """The `_Child` that a thread makes. Raises Unsafe."""
         _check_namespace(tid)
-        injection = Injection(self._stopped, tid, mappings(tid), forks=True)
+        injection = Injection(self._stopped, tid, maps, forks=True)
         self._slack = injection.address
         self._guard.watch()
         try:

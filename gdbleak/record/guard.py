@@ -70,6 +70,11 @@ class Removal:
     waits: str = ""
     stop_ms: float = 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of ours is in the process any more."""
+        return self.gone or self.restored and not self.left
+
 
 def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
            unmap_wait: float = _UNMAP_WAIT) -> Removal:
@@ -199,9 +204,9 @@ def is_guard(pid: int) -> bool:
         return False
 
 
-def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> int:
-    """Take the agent out of processes that the target forked meanwhile; the bytes that are left in them."""
-    left = 0
+def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> bool:
+    """Take the agent out of processes that the target forked meanwhile; whether that is complete."""
+    is_complete = True
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in (parent, os.getpid()) or _share_memory(parent, int(name)):
             continue
@@ -212,12 +217,12 @@ def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> int:
         memory = tracee.Memory(int(name), file)
         try:
             if memory.read(plan.regions[0][0], len(plan.mark)) == plan.mark:
-                left += remove(memory, plan, 1.0, unmap_wait).left
+                is_complete &= remove(memory, plan, 1.0, unmap_wait).is_complete
         except OSError:
             pass
         finally:
             memory.close()
-    return left
+    return is_complete
 
 
 def _share_memory(one: int, other: int) -> bool:
@@ -295,9 +300,9 @@ def main(arguments: list[str]) -> None:
         _say("known")
     end, unmap_wait = time.monotonic() + _MOST_WAIT, _UNMAP_WAIT
     while plan.regions:
-        left = remove(memory, plan, unmap_wait=unmap_wait).left
-        left += remove_from_children(plan, memory.pid, unmap_wait)
-        if not left or time.monotonic() > end:
+        results = (remove(memory, plan, unmap_wait=unmap_wait).is_complete,
+                   remove_from_children(plan, memory.pid, unmap_wait))
+        if all(results) or time.monotonic() > end:
             break
         unmap_wait = 0.0
         time.sleep(_LONG_PAUSE)

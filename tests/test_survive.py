@@ -291,14 +291,14 @@ def test_target_forks(restless, way):
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("where", ["plain", "handler", "fork"])
-@pytest.mark.parametrize("way", [("sample", "--grace", "0", "--every", "1"), ("sample", "--exact", "--grace", "0")],
-                         ids=" ".join)
-def test_thread_is_within(way, where):
+@pytest.mark.parametrize("option, where", [
+    ("--every=1", "plain"), ("--every=1", "handler"), ("--every=1", "fork"), ("--exact", "plain"), ("--exact", "handler"),
+    ("--exact", "fork"), ("--exact", "trap")])
+def test_thread_is_within(option, where):
     """The agent stays as long as a thread is to return into it, and no longer, whatever words are left on its stack."""
     with Subject(build("record_inside", "-O1").path) as subject:
         subject.line()
-        recorder = begin(subject, way, 600)
+        recorder = begin(subject, ("sample", option, "--grace", "0"), 600)
         subject.say(where[0])
         child = int(subject.line().split()[1])
         pids = [subject.pid, child] if child else [subject.pid]

@@ -292,8 +292,8 @@ def test_target_forks(restless, way):
 
 
 @pytest.mark.parametrize("option, where", [
-    ("--every=1", "plain"), ("--every=1", "handler"), ("--every=1", "fork"), ("--exact", "plain"), ("--exact", "handler"),
-    ("--exact", "fork"), ("--exact", "trap")])
+    ("--every=1", "plain"), ("--every=1", "handler"), ("--every=1", "fork"),
+    ("--exact", "plain"), ("--exact", "handler"), ("--exact", "fork"), ("--exact", "trap")])
 def test_thread_is_within(option, where):
     """The agent stays as long as a thread is to return into it, and no longer, whatever words are left on its stack."""
     with Subject(build("record_inside", "-O1").path) as subject:

@@ -99,8 +99,8 @@ def remove_remains(stopped, maps):
 
 
 def clean(stopped, lines=None):
-    """Stop a process, by a `Stopped`, to take out the stubs that were left in it. lines: of its `mappings`, read before.
-    Raises Unsafe, LiveError, OSError."""
+    """Stop a process, by a `Stopped`, to take out the stubs that were left in it. lines: of its `mappings`, read
+    before. Raises Unsafe, LiveError, OSError."""
 
     def act():
         with hurried(), stopped:
@@ -110,9 +110,10 @@ def clean(stopped, lines=None):
 
 
 def refer_to(stopped, maps, ranges):
-    """Whether a thread of a `Stopped` process is within one of the ranges (start, end) of code, or will come back to it:
-    once a signal handler returns, or a function that was called by `push %rsp; call ...`, see `_returns`."""
-    return any(start <= place < end for tid in stopped.threads for place in _returns(tid, maps) for start, end in ranges)
+    """Whether a thread of a `Stopped` process is within one of the ranges (start, end) of code, or will come back to
+    it: once a signal handler returns, or a function that was called by `push %rsp; call ...`, see `_returns`."""
+    return any(start <= place < end
+               for tid in stopped.threads for place in _returns(tid, maps) for start, end in ranges)
 
 
 def _returns(tid, maps):

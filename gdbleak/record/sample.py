@@ -13,7 +13,7 @@ from .agent import word
 from .install import Installation, Target
 from .leaks import Recording
 from .lua import ROOM, LuaStacks
-from .session import Course, Notes, Timing, removal_line    # noqa: F401  the last for record/exact.py
+from .session import Course, Notes, Timing
 from .unwind import Stacks
 
 ALLOCATORS = ("malloc", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "valloc", "pvalloc")

@@ -82,7 +82,7 @@ def say_vm(report: Report, analysis: Analysis, number: int) -> None:
             "gap": check.gap}
     report.add(Data(item))
     if check.gap:
-        chunks = Chunks.of_lj_alloc(vm) if vm.allocator else analysis.native.chunks_of(number)
+        chunks = _chunks(analysis, number)
         flight = in_flight(vm, check.gap, chunks) if chunks else None
         item["explained"] = _is_explained(vm, flight)
         item["in_flight"] = [{"address": address, "bytes": size} for address, size in flight.chunks] if flight else []
@@ -93,6 +93,16 @@ def say_vm(report: Report, analysis: Analysis, number: int) -> None:
         report.say(f"  self-check: gc.total {check.truth:,} bytes equals our sum, gap 0")
     for note in vm.notes:
         report.say(f"  note: {note}")
+
+
+def _chunks(analysis: Analysis, number: int) -> Chunks | None:
+    """The chunks that can be those of VM `number`; None where no allocator can be asked."""
+    if analysis.luajit[number].allocator:
+        return Chunks.of_lj_alloc(analysis.luajit[number])
+    try:
+        return analysis.native.chunks_of(number)
+    except MemoryError:                  # what a graph of all blocks takes is too much: the gap is explained in words
+        return None
 
 
 def _inside(vm: VM) -> list:

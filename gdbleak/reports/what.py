@@ -298,7 +298,7 @@ def _cache_of(target: Target, block: Block) -> str:
 
 
 def _lua(analysis: Analysis, address: int, facts: Facts) -> None:
-    """The Lua object whose own bytes hold the address."""
+    """The Lua object that has the address among its bytes."""
     for vm in analysis.luajit:
         row = vm.row_holding(address)
         if row >= 0:

@@ -21,8 +21,8 @@ def at_most(ordered, value):
 
 
 def number_of(starts, values):
-    """For array forms: the number of the last of the sorted `starts` that is not above each of `values`, 0 when all are;
-    a single one when it is the same for all values."""
+    """For array forms: the number of the last of the sorted `starts` that is not above each of `values`, 0 when all
+    are; a single one when it is the same for all values."""
     least, most = np.searchsorted(starts[1:], np.array([values.min(), values.max()]), "right")
     return least if least == most else np.searchsorted(starts[1:], values, "right")
 

@@ -24,7 +24,8 @@ def _candidates_array(words, starts, ends, offsets, address, size, state, header
         rows = np.flatnonzero((last - users - header).view(np.uint64) <= room.view(np.uint64))     # this leaves few
         users, room, last = users[rows], room[rows], last[rows]
         piece = np.searchsorted(starts[1:], users, "right")
-        good = (users >= starts[piece]) & (users + 48 <= ends[piece]) & (state[k + rows] == IN_USE) & (room >= header + 8)
+        good = (users >= starts[piece]) & (users + 48 <= ends[piece])
+        good &= (state[k + rows] == IN_USE) & (room >= header + 8)
         rows, users, room, last, piece = rows[good], users[good], room[good], last[good], piece[good]
         at = (users + lead[piece]) >> 3
         end, most = words[at + 1], words[at + 4]

@@ -103,6 +103,7 @@ def long_heap(random, contents, count=20_000):
     return words, begin
 
 
+DAMAGED = [0, 0x10, 0x18, 0x28, 0x41, 0x1001, 1 << 40, (1 << 64) - 1]
 PLAUSIBLE = [0, 0x20, 0x21, 0x30, 0x31, 0x51, 0x61, 0x401, 1 << 46, (1 << 64) - 1]
 
 
@@ -112,16 +113,16 @@ def test_walk_of_many_chunks(contents):
     random = np.random.default_rng(4)
     for damaged in (0, 1, 5, 200):
         words, begin = long_heap(random, contents)
-        for place in random.choice(begin[100:-1], damaged, replace=False):
-            words[place + 1] = random.choice(np.array([0, 0x10, 0x18, 0x28, 0x41, 0x1001, 1 << 40, (1 << 64) - 1], np.uint64))
-        low, high = 1 << 20, (1 << 20) + 8 * len(words)
+        places = random.choice(begin[100:-1], damaged, replace=False)
+        words[places + 1] = random.choice(np.array(DAMAGED, np.uint64), damaged)
+        low, high, room = 1 << 20, (1 << 20) + 8 * len(words), len(words) // 4
         hole = low + 8 * int(random.choice(begin[1000:]))
         two = [np.array(column, np.uint64) for column in ((low, hole + 16), (hole, high), (0, hole + 16 - low))]
         one = [np.array([value], np.uint64) for value in (low, high, 0)]
         for table in (one, two):
-            for budget in (len(words) // 4, 7000, 300):
+            for budget in (room, 7000, 300):
                 for start in (0, int(begin[300])):
-                    same(chunks.walk, lambda: (words, *table, low + 8 * start, high, *scratch(len(words) // 4 + 3), 3, 2, budget,
+                    same(chunks.walk, lambda: (words, *table, low + 8 * start, high, *scratch(room + 3), 3, 2, budget,
                                                np.zeros(2, np.uint64)), (6, 7, 8, 12))
 
 
@@ -149,8 +150,8 @@ def test_follow_of_random_lists():
             for only in (0, sizes[1]):
                 state = np.full(40, chunks.IN_USE, np.uint8)
                 state[random.integers(0, 40)] = chunks.FREE
-                same(chunks.follow, lambda: (*Space(words).buffer, chain[0], protect, at.astype(np.uint64), sizes, state.copy(), 0,
-                                             40, only, chunks.TCACHED, 1000), (8,))
+                same(chunks.follow, lambda: (*Space(words).buffer, chain[0], protect, at.astype(np.uint64), sizes,
+                                             state.copy(), 0, 40, only, chunks.TCACHED, 1000), (8,))
 
 
 def test_reach_and_resume():

@@ -88,8 +88,8 @@ def _walk_array(words, starts, ends, offsets, p, stop, address, size, state, n, 
 
 
 def _rows(words, address, size, state, first, notes, n, at, count, shift):
-    """Fill rows from `n` on for `count` chunks whose sizes are words[at]. One more may be behind them, which cannot be a
-    chunk: it says, too, whether the one before it is in use."""
+    """Fill rows from `n` on for `count` chunks whose sizes are words[at]. One more may be behind them, which cannot be
+    a chunk: it says, too, whether the one before it is in use."""
     heads, new = words[at], slice(n, n + count)
     np.left_shift(at[:count], 3, out=address[new].view(np.int64))
     address[new] += np.uint64((16 - shift) & (1 << 64) - 1)
@@ -107,8 +107,8 @@ def _rows(words, address, size, state, first, notes, n, at, count, shift):
 
 
 def _ahead(words, at, last, mean, count):
-    """(places where chunks may be, ascending; which of them, by number, the next one is not right behind): the places of
-    their sizes in `words` (int64), from `at` on, about `count` chunks of `mean` words each.
+    """(places where chunks may be, ascending; which of them, by number, the next one is not right behind): the places
+    of their sizes in `words` (int64), from `at` on, about `count` chunks of `mean` words each.
 
     Where a row of plausible sizes begins at regular distances, the rows are followed side by side. Nothing is known
     of a place before the walk has come to it; then all up to the next break are chunks as well.

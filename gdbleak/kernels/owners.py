@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import I32s, U64s, helper, kernel
-from .pieces import at_most
+from .pieces import at_most, number_of
 
 _ZERO, _ONE, _TWO, _FOUR, _SIX, _U8, _U63 = (np.uint64(k) for k in (0, 1, 2, 4, 6, 8, 63))
 _U56 = np.uint64(56)
@@ -48,7 +48,7 @@ def _index_array(region_starts, region_ends, region_slots, address, bits, rank):
     lead = (region_slots << _FOUR) - region_starts           # from an address to its place in bytes, over all regions
     for k in range(0, len(address), PART):
         part = address[k:k + PART]
-        slot = (part + lead[np.searchsorted(region_ends, part, "right")]) >> _FOUR
+        slot = (part + lead[number_of(region_starts, part)]) >> _FOUR
         word = slot >> _SIX
         new = np.flatnonzero(np.diff(word, prepend=~word[:1]))
         bits[word[new]] |= np.bitwise_or.reduceat(_ONE << (slot & _U63), new)
@@ -81,7 +81,7 @@ def owners_array(region_starts, region_ends, region_slots, bits, rank, address, 
     lead, behind = (region_slots << _FOUR) - region_starts, (region_slots << _FOUR) + (region_ends - region_starts)
     for k in range(0, len(values), PART):
         value = values[k:k + PART]
-        region = np.searchsorted(region_starts[1:], value, "right")
+        region = number_of(region_starts, value)
         place = value + lead[region]
         slot = place >> _FOUR
         word = (slot >> _SIX).view(np.int64)

@@ -2,6 +2,8 @@
 through an AddressSpace's table."""
 from __future__ import annotations
 
+import numpy as np
+
 from . import helper
 
 
@@ -16,6 +18,13 @@ def at_most(ordered, value):
         else:
             high = middle
     return low
+
+
+def number_of(starts, values):
+    """For array forms: the number of the last of the sorted `starts` that is not above each of `values`, 0 when all
+    are; a single one when it is the same for all values."""
+    least, most = np.searchsorted(starts[1:], np.array([values.min(), values.max()]), "right")
+    return least if least == most else np.searchsorted(starts[1:], values, "right")
 
 
 @helper

@@ -41,8 +41,8 @@ def _pieces_in(starts, ends, offsets, low, high):
 
 
 def _pointing(words, low, high, offset, least, span):
-    """(their addresses, values) of the words of [low, high), at `offset` of the buffer, that are in [least, least + span):
-    stretch by stretch."""
+    """(their addresses, values) of the words of [low, high), at `offset` of the buffer, that are in
+    [least, least + span): stretch by stretch."""
     end = (offset + high - low) >> 3
     room = min(_STRETCH, end - (offset >> 3))
     above, inside = np.empty(room, np.uint64), np.empty(room, bool)

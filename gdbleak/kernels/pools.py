@@ -9,7 +9,7 @@ import numpy as np
 
 from . import I64, U8s, I32s, I64s, helper, kernel
 from .chunks import IN_USE
-from .pieces import at_most, piece
+from .pieces import at_most, number_of, piece
 
 # columns of the result of `measure`
 (ROW, BLOCKS, BLOCK_BYTES, USED, UNUSED, LARGE, LARGE_BYTES, FREED_LARGE, CLEANUPS, HANDLER, SIZE, LOG,
@@ -20,11 +20,12 @@ def _candidates_array(words, starts, ends, offsets, address, size, state, header
     n, lead = 0, offsets - starts
     for k in range(0, len(address), 1 << 15):
         users, room = address[k:k + (1 << 15)], size[k:k + (1 << 15)] - 8
-        piece = np.searchsorted(starts[1:], users, "right")
-        last = words.take((users + lead[piece]) >> 3, mode="clip")
+        last = words.take((users + lead[number_of(starts, users)]) >> 3, mode="clip")
         rows = np.flatnonzero((last - users - header).view(np.uint64) <= room.view(np.uint64))     # this leaves few
-        users, room, piece, last = users[rows], room[rows], piece[rows], last[rows]
-        good = (users >= starts[piece]) & (users + 48 <= ends[piece]) & (state[k + rows] == IN_USE) & (room >= header + 8)
+        users, room, last = users[rows], room[rows], last[rows]
+        piece = np.searchsorted(starts[1:], users, "right")
+        good = (users >= starts[piece]) & (users + 48 <= ends[piece])
+        good &= (state[k + rows] == IN_USE) & (room >= header + 8)
         rows, users, room, last, piece = rows[good], users[good], room[good], last[good], piece[good]
         at = (users + lead[piece]) >> 3
         end, most = words[at + 1], words[at + 4]

@@ -7,7 +7,7 @@ from .. import channel
 from ..kernels import chunks as kernel
 from ..target.target import Target
 from . import glibc_layouts as layouts
-from .blocks import Blocks, Damage, Region, reserve
+from .blocks import Blocks, Damage, Region, cut, reserve
 from .glibc_find import SHAPE
 from .glibc_heap import Arena, GlibcHeap, Tcache
 from .glibc_regions import Reach, buffer_of
@@ -40,7 +40,7 @@ class Walk:
             region.last = self.n
         self.heap.regions = self.regions
         self.heap.region_starts = [region.start for region in self.regions]
-        self.heap.blocks = Blocks(self.address[:self.n], self.size[:self.n], self.state[:self.n])
+        self.heap.blocks = Blocks(*(cut(column, self.n) for column in (self.address, self.size, self.state)))
         regions: dict[int, list[Region]] = {}
         for region in self.regions:
             if region.kind != "mmapped":

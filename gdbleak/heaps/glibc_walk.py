@@ -24,7 +24,8 @@ class Walk:
         self.tops = {int(arena.fields["top"]): arena for arena in heap.arenas if arena.system_mem}
         room = sum((high - low) // 32 + 2 for region in regions   # a damaged size may claim what is not there
                    for low, high in target.space.present(region.start, region.end)) + 2 * len(regions)
-        self.address, self.size, self.state = (reserve(room, dtype, dense=True) for dtype in (np.uint64, np.uint64, np.uint8))
+        self.address, self.size, self.state = (reserve(room, dtype, dense=True)
+                                               for dtype in (np.uint64, np.uint64, np.uint8))
         self.n = 0
 
     def run(self) -> None:

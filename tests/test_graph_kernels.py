@@ -194,6 +194,11 @@ def test_edges_with_holes(native):
         pointers.edges.compiled()(*compiled)
         pointers.edges.array_form(*in_arrays)
         assert compiled[17][1] == in_arrays[17][1] and (compiled[17][0] > 0) == (in_arrays[17][0] > 0)
+        begins, targets = compiled[14:16]
+        parent = np.full(n, -1, np.int32)
+        parent[targets[:begins[-1]][::-1]] = np.repeat(np.arange(n), np.diff(begins))[::-1]      # the first that points to it
+        same(pointers.used, lambda: (words, *table, *nodes.index, begins, targets, parent, np.ones(n, np.int32), 0, n,
+                                     graph.NATIVE), (14,))
 
 
 def test_pointers(native):
@@ -214,10 +219,11 @@ def test_states(native):
         return (native.begins, native.targets, roots.row, 2, 10**9, nodes.seen.copy(), np.zeros(len(nodes), np.int32), 0)
 
     assert same(graph.spread, start, (5,)) == 0
-    whole = networkx.DiGraph(list(zip(np.repeat(np.arange(len(nodes)), np.diff(native.begins)).tolist(), native.targets.tolist())))
+    sources = np.repeat(np.arange(len(nodes)), np.diff(native.begins))
+    whole = networkx.DiGraph(list(zip(sources.tolist(), native.targets.tolist())))
     whole.add_nodes_from(range(len(nodes)))
     reached = set().union(*(networkx.descendants(whole, row) | {row} for row in set(roots.row.tolist())))
-    assert reached == set(np.flatnonzero(native.state == REACHED).tolist() + np.flatnonzero(native.state == ON_STACK_ONLY).tolist())
+    assert reached == set(np.flatnonzero((native.state == REACHED) | (native.state == ON_STACK_ONLY)).tolist())
     seen, waiting, depth, seeds = nodes.seen.copy(), np.zeros(len(nodes), np.int32), 0, roots.row
     for turns in range(10**6):                            # a few edges at a time, as when many are followed
         depth = graph.spread.compiled()(native.begins, native.targets, seeds, 2, 5, seen, waiting, depth)
@@ -290,7 +296,7 @@ def test_forms_of_the_dominators(native):
     graph.sum_tree(vertex, count, labels[6], below)
     assert (below[vertex[:count]] == process.dominators.retained(process.own)).all()
     high = (np.arange(count) % 3 == 0).astype(np.uint8)
-    for large, several in ((10, -5000), (1 << 30, -5000), (1 << 30, -5)):        # some, all that can be, and more than there is room for
+    for large, several in ((10, -5000), (1 << 30, -5000), (1 << 30, -5)):        # some, all, more than there is room for
         found = same(dominators.heavy, lambda: (vertex, dominator, count, high, below, large, several,
                                                 np.full(rows, several, np.int32)), (7,))
         assert 0 < found <= -several and (found == 5) == (several == -5)

@@ -28,7 +28,8 @@ class Dominators:
         number[root], vertex[0], cursor[0], first[0] = 0, root, begins[root], -1
         at, count, n = 0, 1, 0
         while at >= 0:
-            at, count, n = kernel.preorder(begins, targets, number, vertex, parent, cursor, first, others, at, count, n, TILE)
+            at, count, n = kernel.preorder(begins, targets, number, vertex, parent, cursor, first, others, at, count, n,
+                                           TILE)
             channel.progress(f"{count:,} blocks and objects numbered")
         self.vertex, self.dominator, semi = vertex[:count], first[:count], cursor[:count]
         kernel.immediate(parent[:count], self.dominator, others[:2 * (n + count)], count, n, semi,
@@ -45,11 +46,12 @@ class Dominators:
 
     def tree(self, via: np.ndarray, nearest: np.ndarray, roots: np.ndarray, own: np.ndarray) -> Tree:
         """The dominator tree as a `Tree`: a row of `roots` that is a child of the root has -1 - its index as parent, the root
-        itself, above what several of them lead to, -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels, which are kept where they are the
-        dominator's own, else the label is SEVERAL, or less for the large ones (by `own`, int64) right below the root or below
-        one of `roots`, each of which stands for itself."""
+        itself, above what several of them lead to, -1 - len(roots). `nearest`, `via`: the breadth-first parents and labels,
+        which are kept where they are the dominator's own, else the label is SEVERAL, or less for the large ones (by `own`,
+        int64) right below the root or below one of `roots`, each of which stands for itself."""
         rows, root = len(self.number), int(self.vertex[0])
-        found = Tree(self.vertex, len(self), np.full(rows, -1, np.int32), np.zeros(rows, np.int32), self.number >= 0, root)
+        found = Tree(self.vertex, len(self), np.full(rows, -1, np.int32), np.zeros(rows, np.int32), self.number >= 0,
+                     root)
         kernel.tree(self.vertex, self.dominator, len(self), nearest, via, SEVERAL, found.parent, found.via)
         below = found.below = found.sums(own)
         high = np.zeros(len(self), np.uint8)                 # by number: the root, and the roots right below it

@@ -169,7 +169,8 @@ class Process:
         via[self.seeds] = 0
         nodes = self.nodes
         for first in range(0, blocks, TILE):
-            kernel.used(*nodes.buffer, *nodes.index, self.begins, self.targets, parent, via, first, min(first + TILE, blocks), NATIVE)
+            kernel.used(*nodes.buffer, *nodes.index, self.begins, self.targets, parent, via, first,
+                        min(first + TILE, blocks), NATIVE)
         via[via == _UNKNOWN] = MEMBER
         return via
 

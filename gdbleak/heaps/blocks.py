@@ -29,6 +29,16 @@ def reserve(count: int, dtype, dense: bool = False) -> np.ndarray:
     return np.frombuffer(memory, dtype)[:count]
 
 
+def cut(array: np.ndarray, count: int) -> np.ndarray:
+    """The first `count` items of a reserved array; what large pages took behind them is given back."""
+    owner, used = array, -(-count * array.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if used < len(owner) and hasattr(mmap, "MADV_DONTNEED"):
+        owner.obj.madvise(mmap.MADV_DONTNEED, used, len(owner) - used)
+    return array[:count]
+
+
 @dataclass
 class Region:
     """A stretch of an arena: chunks from `start` to `end`, blocks[first:last]; `overhead`: headers and fenceposts.

@@ -7,7 +7,7 @@ from .. import channel
 from ..kernels import chunks as kernel
 from ..target.target import Target
 from . import glibc_layouts as layouts
-from .blocks import Blocks, Damage, Region, reserve
+from .blocks import Blocks, Damage, Region, cut, reserve
 from .glibc_find import SHAPE
 from .glibc_heap import Arena, GlibcHeap, Tcache
 from .glibc_regions import Reach, buffer_of
@@ -24,7 +24,8 @@ class Walk:
         self.tops = {int(arena.fields["top"]): arena for arena in heap.arenas if arena.system_mem}
         room = sum((high - low) // 32 + 2 for region in regions   # a damaged size may claim what is not there
                    for low, high in target.space.present(region.start, region.end)) + 2 * len(regions)
-        self.address, self.size, self.state = (reserve(room, dtype, dense=True) for dtype in (np.uint64, np.uint64, np.uint8))
+        self.address, self.size, self.state = (reserve(room, dtype, dense=True)
+                                               for dtype in (np.uint64, np.uint64, np.uint8))
         self.n = 0
 
     def run(self) -> None:
@@ -40,7 +41,7 @@ class Walk:
             region.last = self.n
         self.heap.regions = self.regions
         self.heap.region_starts = [region.start for region in self.regions]
-        self.heap.blocks = Blocks(self.address[:self.n], self.size[:self.n], self.state[:self.n])
+        self.heap.blocks = Blocks(*(cut(column, self.n) for column in (self.address, self.size, self.state)))
         regions: dict[int, list[Region]] = {}
         for region in self.regions:
             if region.kind != "mmapped":

@@ -24,8 +24,8 @@ U64 = I64 = int
 U64s = I64s = I32s = N32s = U8s = np.ndarray
 
 _SCALARS = {"U64": (ctypes.c_uint64, "uint64"), "I64": (ctypes.c_int64, "int64")}
-_ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32), "N32s": np.dtype(np.int32),
-           "U8s": np.dtype(np.uint8)}
+_ARRAYS = {"U64s": np.dtype(np.uint64), "I64s": np.dtype(np.int64), "I32s": np.dtype(np.int32),
+           "N32s": np.dtype(np.int32), "U8s": np.dtype(np.uint8)}
 _COMPILED = {**_ARRAYS, "N32s": np.dtype(np.uint32)}
 _VERSION = "2"
 

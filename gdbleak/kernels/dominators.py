@@ -69,14 +69,14 @@ def _heavy_array(vertex, dominator, count, high, below, large, several, labels):
     return len(rows)
 
 
-def _preorder(begins: N32s, targets: N32s, number: I32s, vertex: N32s, parent: N32s, cursor: N32s, first: I32s, others: I32s,
-              at: I64, count: I64, n: I64, budget: I64):
-    """Number rows depth first from the root on; (number to go on from, how many are numbered, how many other edges), -1 in the
-    place of the first when done.
+def _preorder(begins: N32s, targets: N32s, number: I32s, vertex: N32s, parent: N32s, cursor: N32s, first: I32s,
+              others: I32s, at: I64, count: I64, n: I64, budget: I64):
+    """Number rows depth first from the root on; (number to go on from, how many are numbered, how many other edges), -1 in
+    the place of the first when done.
 
-    At first all three are 0, 1, 0; number[root] is 0, vertex[0] the root, cursor[0] begins[root], first[0] -1; `number` is -1
-    elsewhere. By number: `vertex`, the row; `parent`, the number it was reached from; `first`: the other edges to it are a
-    list, edge k comes from number others[2 * k], the following one is others[2 * k + 1], -1 ends it.
+    At first all three are 0, 1, 0; number[root] is 0, vertex[0] the root, cursor[0] begins[root], first[0] -1; `number` is
+    -1 elsewhere. By number: `vertex`, the row; `parent`, the number it was reached from; `first`: the other edges to it are
+    a list, edge k comes from number others[2 * k], the following one is others[2 * k + 1], -1 ends it.
     """
     while budget > 0:
         c, end, entered = cursor[at], begins[vertex[at] + 1], -1
@@ -108,8 +108,8 @@ def _preorder(begins: N32s, targets: N32s, number: I32s, vertex: N32s, parent: N
 
 @helper
 def _best(v, linked, semi, label, parent, path):
-    """The number with the least semidominator on the way up from `v` to below the first that is less than `linked`; the way
-    becomes shorter."""
+    """The number with the least semidominator on the way up from `v` to below the first that is less than `linked`; the
+    way becomes shorter."""
     depth, x, above = 0, v, parent[v]
     while above >= linked:
         path[depth] = x
@@ -132,7 +132,7 @@ def _immediate(parent: N32s, first: I32s, others: I32s, count: I64, n: I64, semi
 
     `parent`, `first`, `others` and `n` are as `preorder` left them; all are changed. `semi`, `label` and `path` are scratch.
     All but `others` have `count` items, that has room for so many more edges. From the last number down, each is linked to
-    its parent once its semidominator is known, and waits there for its dominator: in the list of edges, as -1 - its number.
+    its parent once its semidominator is known, where it waits for its dominator: in the list of edges, as -1 - its number.
     """
     w = count - 1
     while w > 0:
@@ -182,8 +182,8 @@ def _tree(vertex: N32s, dominator: N32s, count: I64, nearest: I32s, via: I32s, s
 
 
 def _heavy(vertex: N32s, dominator: N32s, count: I64, high: U8s, below: I64s, large: I64, several: I64, labels: I32s):
-    """Give those rows labels of their own, `several` - 1 and less, whose label is `several`, whose dominator is `high` (by
-    number) and which have at least 1/`large` of what is below that (by row); how many, -`several` at most."""
+    """Give those rows labels of their own, `several` - 1 and less, whose label is `several`, whose dominator is `high`
+    (by number) and which have at least 1/`large` of what is below that (by row); how many, -`several` at most."""
     n = 0
     for k in range(1, count):
         if high[dominator[k]] != 0:

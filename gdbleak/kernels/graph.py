@@ -41,7 +41,7 @@ def bfs(begins: N32s, targets: N32s, head: I64, tail: I64, budget: I64, seen: U8
         row = order[head]
         head += 1
         first, last = begins[row], begins[row + 1]
-        budget -= last - first + 1
+        budget -= 1 + last - first
         for k in range(first, last):
             target = targets[k]
             if seen[target] == 0:
@@ -83,7 +83,7 @@ def spread(begins: N32s, targets: N32s, seeds: N32s, mark: I64, budget: I64, see
         depth -= 1
         row = waiting[depth]
         first, last = begins[row], begins[row + 1]
-        budget -= last - first + 1
+        budget -= 1 + last - first
         for k in range(first, last):
             target = targets[k]
             if seen[target] == 0:

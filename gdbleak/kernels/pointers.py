@@ -187,8 +187,8 @@ def pointers(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts
     return n
 
 
-def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, begins, targets,
-                parent, via, first, last, base):
+def _used_array(words, starts, ends, offsets, region_starts, region_ends, region_slots, bits, rank, address, size, begins,
+                targets, parent, via, first, last, base):
     starts, ends, offsets = starts.tolist(), ends.tolist(), offsets.tolist()
     low_all, span = region_starts[0], region_ends[-1] - region_starts[0]
     pointing = first + np.flatnonzero(begins[first + 1:last + 1] > begins[first:last])
@@ -214,8 +214,8 @@ def used(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U6
          bits: U64s, rank: I32s, address: U64s, size: U64s, begins: N32s, targets: N32s, parent: I32s, via: I32s, first: I64,
          last: I64, base: I64):
     """Put `base` - k into via[child] of the tree `parent`, where word k of the parent, one of rows [first, last), is the
-    first that points to the child. `via` of these children comes as 1. `begins`, `targets`: what `edges` found: the words of
-    a block that point into its targets are those edges, in their order."""
+    first that points to the child. `via` of these children comes as 1. `begins`, `targets`: what `edges` found: the words
+    of a block that point into its targets are those edges, in their order."""
     low = high = delta = _ZERO
     for row in range(first, last):
         p = address[row]

@@ -126,7 +126,7 @@ def _totals(report: Report, native: Native, of_set: np.ndarray, chosen: str) -> 
     wanted = of_set[leaks.rows]
     rows, direct = leaks.rows[wanted], leaks.rows[wanted & leaks.direct]
     size = nodes.size
-    in_use = int(np.sum(size, where=native.state != states.NO_NODE))
+    in_use = int(size.sum()) - int(size[native.state == states.NO_NODE].sum())
     total, own = int(size[rows].sum()), int(size[direct].sum())
     pending, stacked = native.rows_of(states.PENDING), native.on_stack
     pending, alone = pending[of_set[pending]], stacked.rows[(stacked.word >= 0) & of_set[stacked.rows]]

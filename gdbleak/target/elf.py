@@ -113,9 +113,9 @@ class SymbolTable:
 
 class ElfFile:
     """A 64-bit ELF file on disk; opened by `open_elf`. `build_id`; `phdrs`, `sections` (rows of PHDR and SHDR); symbols on
-    request.
+    request. Raises ValueError for what is none.
 
-    `is_image`: it has the bytes of its segments; a separate debug file has symbols alone. Raises ValueError for what is none.
+    `is_image`: it has the bytes of its segments; a separate debug file has symbols alone.
     """
 
     def __init__(self, path: str):

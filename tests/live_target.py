@@ -79,7 +79,7 @@ def run(program):
         yield start
 
 
-def wait_until(condition, timeout=20):
+def wait_until(condition, timeout=60):
     limit = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > limit:

@@ -10,8 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
-
 from gdbleak.target.live import mappings
 from tests.targets import CACHE, PROGRAMS, build, built_name
 
@@ -137,42 +135,39 @@ def by_site(stacks, sites):
 
 
 def changed_text(pid):
-    """Places where the process's code is not what its file holds: (path, address)."""
+    """Places where the process's code is not what its file holds, or the kernel has given to us: (path, address)."""
     changed = []
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for mapping in mappings(pid):
-            if "x" not in mapping.perms or not mapping.inode:
+            if "x" not in mapping.perms or not mapping.inode and mapping.path != "[vdso]":
                 continue
             memory.seek(mapping.start)
             now = memory.read(mapping.end - mapping.start)
-            with open(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", "rb") as file:
-                file.seek(mapping.offset)
-                then = file.read(len(now)).ljust(len(now), b"\0")
+            then = file_text(pid, mapping) if mapping.inode else own_vdso()
             if now != then:
                 changed += [(mapping.path, hex(mapping.start + k)) for k in range(len(now)) if now[k] != then[k]]
     return changed
 
 
+def file_text(pid, mapping):
+    """What the mapping's file holds."""
+    size = mapping.end - mapping.start
+    with open(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", "rb") as file:
+        file.seek(mapping.offset)
+        return file.read(size).ljust(size, b"\0")
+
+
+def own_vdso():
+    """The code that the kernel maps into every process."""
+    mapping, = [m for m in mappings(os.getpid()) if m.path == "[vdso]"]
+    with open("/proc/self/mem", "rb", 0) as memory:
+        memory.seek(mapping.start)
+        return memory.read(mapping.end - mapping.start)
+
+
 def leftovers(pid):
-    """Mappings of executable memory that are no file's, which no target here has by itself but for LuaJIT's; without those
-    that a word of its own memory still leads into: a thread may return there, and so they have to stay."""
-    maps = mappings(pid)
-    return [m for m in maps if "x" in m.perms and not m.inode and not m.path and not _is_referred(pid, maps, m)]
-
-
-def _is_referred(pid, maps, code):
-    """Whether a word of the process's writable memory without a file lies in a mapping."""
-    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
-        for m in maps:
-            if m.perms.startswith("rw") and not m.inode:
-                memory.seek(m.start)
-                try:
-                    words = np.frombuffer(memory.read(m.end - m.start), np.uint64)
-                except OSError:
-                    continue
-                if ((words >= code.start) & (words < code.end)).any():
-                    return True
-    return False
+    """Mappings of executable memory that are no file's, which no target here has by itself but for LuaJIT's."""
+    return [m for m in mappings(pid) if "x" in m.perms and not m.inode and not m.path]
 
 
 def guards(pid):

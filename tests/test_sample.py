@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import time
 
@@ -111,10 +112,11 @@ def test_stock_nginx_pools(tmp_path):
     with nginx_target.Nginx(tmp_path / "nginx", pool="1024 40 2 5k") as nginx:
         graph = tmp_path / "graph.folded"
         before = nginx.stats()["pools"]["number"]
-        recorder = Recorder("sample", nginx.worker, "--seconds", "3", "--every", "1", "--pools", "--json", "-",
-                            "--flame", graph)
+        recorder = Recorder("sample", nginx.worker, "--seconds", "600", "--grace", "0.2", "--every", "1", "--pools",
+                            "--json", "-", "--flame", graph)
         recorder.wait_begin()
         nginx.get_many(["/leak/pool"] * 30 + ["/leak/destroyed"] * 40)
+        recorder.process.send_signal(signal.SIGINT)
         items = json.loads(recorder.finish()[0])
         made = nginx.stats()["pools"]["number"] - before
         stacks = [line.rsplit(" ", 1) for line in graph.read_text().splitlines()]
@@ -151,7 +153,7 @@ def test_lua_frames(tmp_path, monkeypatch):
                             "--flame", graph)
         recorder.wait_begin()
         nginx.get_many(["/leak_lua"] * 150)
-        recorder.process.send_signal(2)
+        recorder.process.send_signal(signal.SIGINT)
         recorder.finish()
         lua = {}
         for line in graph.read_text().splitlines():
@@ -263,13 +265,14 @@ def test_own_trap_handler_is_kept(hardened):
     with Subject(hardened, "h") as subject:
         subject.line()
         before = signals(subject.pid)
-        recorder = Recorder("sample", subject.pid, "--seconds", "1.5", "--exact")
+        recorder = Recorder("sample", subject.pid, "--seconds", "600", "--exact", "--grace", "0.1")
         recorder.wait_begin()
-        subject.process.send_signal(5)
+        subject.process.send_signal(signal.SIGTRAP)
         assert subject.line() == "trap\n"
+        recorder.process.send_signal(signal.SIGINT)
         recorder.finish()
         check_as_found(subject.pid)
-        subject.process.send_signal(5)
+        subject.process.send_signal(signal.SIGTRAP)
         assert subject.line() == "trap\n"
         assert signals(subject.pid) == before
 
@@ -277,7 +280,7 @@ def test_own_trap_handler_is_kept(hardened):
 def test_exact_under_seccomp(hardened):
     with Subject(hardened, "s") as subject:
         subject.line()
-        recorder = Recorder("sample", subject.pid, "--seconds", "0.5", "--exact", "--json", "-")
+        recorder = Recorder("sample", subject.pid, "--seconds", "2", "--exact", "--json", "-")
         items = json.loads(recorder.finish()[0])
         assert totals(items)["calls"] > 10
         check_as_found(subject.pid)
@@ -292,7 +295,7 @@ def test_interrupted_window_is_reported():
         recorder.wait_begin()
         subject.say("go 2 2000 0")
         subject.line()
-        recorder.process.send_signal(2)
+        recorder.process.send_signal(signal.SIGINT)
         told = totals(json.loads(recorder.finish()[0]))
         assert told["seconds"] < 400 and told["held"] > 0
         check_as_found(subject.pid)

@@ -10,9 +10,14 @@ import time
 
 import pytest
 
+from gdbleak.record import inject
+from gdbleak.record.agent import Agent
+from gdbleak.record.install import Installation, Target
+from gdbleak.target.live import mappings
+from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
-from tests.record_target import (KILL_AT, WAIT, Recorder, Subject, changed_text, check_as_found, guards, leftovers,
-                                 wait_for)
+from tests.record_target import (KILL_AT, WAIT, Recorder, Subject, changed_text, check_as_found, guards, kill,
+                                 leftovers, wait_for)
 from tests.targets import build
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
@@ -105,7 +110,7 @@ def test_killed_at_any_moment(target, rounds):
     for number in range(rounds):
         way, victim = WAYS[number % 3], VICTIMS[number % len(VICTIMS)]
         # Most steps of the exact mode are its events: half of the rounds stay with installing.
-        at = chance.randint(1, min(steps[way], 250) if chance.random() < 0.5 else steps[way])
+        at = chance.randint(1, min(steps[way], 400) if chance.random() < 0.5 else steps[way])
         print("round", number, way, victim, at)
         who = victim.split()[0] if victim != "tool late" else "count"
         through = [*KILL_AT, "tool" if victim == "both" else who, str(at)]
@@ -153,8 +158,7 @@ def test_one_recording_at_a_time():
         recorder.wait_begin()
         second = Recorder("mmaps", target.pid, "--seconds", "0.1")
         assert "is being recorded already" in second.finish(status=2)[1]
-        recorder.process.send_signal(signal.SIGINT)
-        recorder.finish()
+        end(recorder)
         check_as_found(target.pid)
     finally:
         target.close()
@@ -223,6 +227,12 @@ def begin(subject, way, seconds):
     return recorder
 
 
+def end(recorder):
+    """End its window now: what it prints."""
+    recorder.process.send_signal(signal.SIGINT)
+    return recorder.finish()[0]
+
+
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_target_exits(restless, way):
     recorder = begin(restless, way, 30)
@@ -251,15 +261,28 @@ def test_target_runs_another_program(restless, way):
     assert restless.is_alive()
 
 
+def test_another_program_is_not_changed(restless):
+    """The one that the target runs by the time of the stop."""
+    installation = Installation(Target(restless.pid), Agent())
+    restless.say("e")
+    assert restless.line() == "ready\n"
+    place = 0x100000000
+    with pytest.raises(LiveError, match="runs another program now"):
+        installation.halted(lambda halted: inject.make_calls(halted, [(inject.MMAP, place, 4096, 3, 0x100022, -1, 0)]))
+    installation.remove()
+    check_as_found(restless.pid)
+    assert place not in {m.start for m in mappings(restless.pid)} and restless.is_alive()
+
+
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_target_forks(restless, way):
     """The children live, and are left as they were, too."""
-    recorder = begin(restless, way, 2)
+    recorder = begin(restless, way, 600)
     restless.say("f")
     child = int(restless.line())
     try:
         assert restless.line() == "done\n"
-        recorder.finish()
+        end(recorder)
         check_as_found(restless.pid)
         assert os.path.exists(f"/proc/{child}/exe")
         assert changed_text(child) == []
@@ -268,12 +291,56 @@ def test_target_forks(restless, way):
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=" ".join)
-def test_threads_come_and_go(restless, way):
-    recorder = begin(restless, way, 1.5)
+@pytest.mark.parametrize("where", ["plain", "handler", "fork"])
+@pytest.mark.parametrize("way", [("sample", "--grace", "0", "--every", "1"), ("sample", "--exact", "--grace", "0")],
+                         ids=" ".join)
+def test_thread_is_within(way, where):
+    """The agent stays as long as a thread is to return into it, and no longer, whatever words are left on its stack."""
+    with Subject(build("record_inside", "-O1").path) as subject:
+        subject.line()
+        recorder = begin(subject, way, 600)
+        subject.say(where[0])
+        child = int(subject.line().split()[1])
+        pids = [subject.pid, child] if child else [subject.pid]
+        try:
+            assert "stay mapped: a thread is within the agent" in end(recorder)
+            assert changed_text(subject.pid) == [] and leftovers(subject.pid) != []
+            subject.process.send_signal(signal.SIGUSR2)
+            assert [subject.line() for _ in pids] == ["done\n" for _ in pids]
+            for pid in pids:
+                check_as_found(pid)
+            assert subject.is_alive()
+        finally:
+            for pid in pids[1:]:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_text_is_changed_by_something_else(restless):
+    """What it put there may still lead to the agent, which stays until that is gone."""
+    address = Target(restless.pid).function("pvalloc").address      # which is never called
+    recorder = begin(restless, WAYS[0], 600)
+    with open(f"/proc/{restless.pid}/mem", "r+b", 0) as memory:
+        def put(byte):
+            os.pwrite(memory.fileno(), byte, address)
+
+        assert os.pread(memory.fileno(), 1, address) == b"\xe9"
+        put(b"\x90")
+        kill(recorder.process)
+        wait_for(lambda: {int(at, 16) - address for _, at in changed_text(restless.pid)} <= set(range(5)), "the guard")
+        time.sleep(0.5)
+        assert leftovers(restless.pid) != [] and guards(restless.pid) != []
+        put(b"\xe9")
+        check_as_found(restless.pid)
     restless.say("t")
     assert restless.line() == "done\n"
-    recorder.finish()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_threads_come_and_go(restless, way):
+    recorder = begin(restless, way, 600)
+    restless.say("t")
+    assert restless.line() == "done\n"
+    end(recorder)
     check_as_found(restless.pid)
     assert restless.is_alive()
 

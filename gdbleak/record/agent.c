@@ -40,7 +40,6 @@ struct slot {
     u32 stack_length, next, kind, ready;
 };
 
-SHARED u64 nonce[2];            /* whose agent this is */
 SHARED volatile u32 state;      /* PASSIVE, SAMPLING or FREES_ONLY */
 SHARED u64 size_mask, unit;     /* amount of a request: (size & size_mask) + unit */
 SHARED u64 mean = 1, least_mean = 1;    /* the mean distance now, and the smallest it may become */
@@ -51,7 +50,7 @@ SHARED u64 *table, table_mask;  /* buckets - 1 */
 SHARED u64 internal[64];        /* pairs: code from where a call is the allocator's own */
 SHARED u64 taken, released, thinned, missed, dropped;   /* samples; of a ring: `taken` counts the records */
 SHARED u64 clock, ring_tail, waits;     /* waits: for room in the ring, since the reader was last there */
-SHARED volatile u64 in_flight;  /* hooks that have a return address into the agent on some stack */
+SHARED volatile u64 in_flight;  /* threads in a hook */
 SHARED struct cell cells[CELLS] __attribute__((aligned(64)));
 SHARED u8 filter[1 << FILTER_BITS] __attribute__((aligned(64)));
 
@@ -510,12 +509,13 @@ MAPS(brk, BRK, a)
 
 /* ---- entries: what the jumps lead to --------------------------------------------------------------------------- */
 
+/* A return address into the agent lies below a word that points to the word above it, and is overwritten at once when
+ * it has been used: so it can be told from a stale one (see inject.refer_to). */
+#define CALL(name) "push %rsp\n call agent_" #name "\n push $0\n add $16, %rsp\n"
+
 /* Call agent_NAME with the arguments as they are and, as the seventh, the struct frame. */
 #define FRAMED(name)                                                                                            \
-    "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"                                  \
-    "sub $8, %rsp\n lea 8(%rsp), %rax\n mov %rax, (%rsp)\n"                                                    \
-    "call agent_" #name "\n"                                                                                    \
-    "add $56, %rsp\n"
+    "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n" CALL(name) "add $48, %rsp\n"
 
 #define ENTRY(name) ".globl hook_" #name "\n.hidden hook_" #name "\n.balign 16\nhook_" #name ":\n"
 
@@ -538,7 +538,7 @@ MAPS(brk, BRK, a)
     __asm__(".text\n" ENTRY(name)                                                                               \
         "mov %edi, %eax\n shr $4, %eax\n movzwl %ax, %eax\n lea filter(%rip), %r10\n cmpb $0, (%r10,%rax)\n"     \
         "jne slow_" #name "\n" ROOM(name)                                                                       \
-        "slow_" #name ": push %rdi\n call agent_free\n pop %rdi\n jmp real_" #name "\n");
+        "slow_" #name ": push %rdi\n push %rdi\n" CALL(free) "pop %rdi\n pop %rdi\n jmp real_" #name "\n");
 
 COUNTED(malloc, "lea 16(%rdi), %r11\n")
 COUNTED(calloc, "mov %rdi, %r11\n imul %rsi, %r11\n add $16, %r11\n")

@@ -25,8 +25,6 @@ class Agent:
     """The image. `code`: bytes of text and constants, from offset 0; `size`: of all, in whole pages; `data`: where its
     variables begin. Raises LiveError when it was not compiled."""
 
-    counts_flights = True
-
     def __init__(self, by_calls: bool = False):
         """`by_calls`: count calls down, not bytes."""
         self._by_calls = by_calls

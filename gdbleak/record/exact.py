@@ -18,7 +18,7 @@ import numpy as np
 from ..target import ptrace
 from ..target.ptrace import LiveError
 from . import agent as agents
-from . import sample, tracee
+from . import inject, sample
 from .install import Hook, Installation, Target
 from .leaks import Recording
 from .modules import Process
@@ -36,8 +36,10 @@ _HANDLER = bytes.fromhex(
     "30b80d000000bf05000000488d35e60f000031d241ba080000000f05b8270000000f0589c7be05000000b83e0000000f"
     "05c3ffe0")
 _RESTORER_AT, _STUBS_AT, _STUB_SIZE, _ROOMS_AT = 0x80, 0x100, 32, 0x800
-_RESTORER = bytes.fromhex("b80f0000000f05")         # rt_sigreturn
-_DATA = {"old_action": 0, "default_action": 0x28, "new_action": 0x60, "nonce": 0x80, "state": 0x90}
+# Mark the frame as returned from, in its unused gs, so that it is not taken for one that a thread is to return by:
+#   movw $1, 186(%rsp); mov $15, %eax; syscall
+_RESTORER = bytes.fromhex("66c78424ba0000000100 b80f000000 0f05")
+_DATA = {"old_action": 0, "default_action": 0x28, "new_action": 0x60, "state": 0x80}
 _NOT_SAVED = b"\xff" * 8                            # in old_action until the kernel has written it
 _FLAGS = 0x04000000 | 0x40000000 | 0x08000000 | 0x10000000 | 4   # RESTORER, NODEFER, ONSTACK, RESTART, SIGINFO
 
@@ -49,7 +51,6 @@ _SI_KERNEL = 0x80
 class Breakpoints:
     """The page of stubs, with the interface of agent.Agent."""
 
-    counts_flights = False
     data, size = _PAGE, 2 * _PAGE
 
     def __init__(self, hooks: list[Hook]):
@@ -68,8 +69,8 @@ class Breakpoints:
     def _stub(name, at, trampoline):
         if name in _RELEASES:                   # int3; jmp trampoline
             return b"\xcc\xe9" + struct.pack("<i", trampoline - (at + 6))
-        # int3; sub $8, %rsp; call trampoline; add $8, %rsp; int3; ret
-        return b"\xcc\x48\x83\xec\x08\xe8" + struct.pack("<i", trampoline - (at + 10)) + b"\x48\x83\xc4\x08\xcc\xc3"
+        # int3; push %rsp; call trampoline; push $0; add $16, %rsp; int3; ret   (see inject.refer_to)
+        return b"\xcc\x54\xe8" + struct.pack("<i", trampoline - (at + 7)) + b"\x6a\0\x48\x83\xc4\x10\xcc\xc3"
 
     def offset(self, name: str) -> int:
         """Where a variable lies. KeyError when there is none."""
@@ -89,7 +90,7 @@ class Breakpoints:
         for name, at in self._stubs.items():
             found[base + at + 1] = (name, False)
             if name not in _RELEASES:
-                found[base + at + 15] = (name, True)
+                found[base + at + 14] = (name, True)
         return found
 
     @staticmethod
@@ -114,7 +115,7 @@ class _Call(NamedTuple):
     counts: bool
 
 
-class _Tracer(tracee.Halted):
+class _Tracer(ptrace.Stopped):
     """All threads of a process, traced while they run: their stops in order, none lost."""
 
     def resume(self) -> None:
@@ -177,7 +178,7 @@ class _Recorder:
         self.calls: dict[int, list[_Call]] = {}     # thread -> calls that have begun; realloc calls malloc
         self.count = 0
 
-    def entered(self, tid: int, name: str, registers: tracee.Registers, allocations: bool) -> None:
+    def entered(self, tid: int, name: str, registers: inject.Registers, allocations: bool) -> None:
         """A call begins. Without `allocations`, only what it releases counts."""
         self.count += 1
         if name in _RELEASES:
@@ -193,7 +194,7 @@ class _Recorder:
         self.calls.setdefault(tid, []).append(_Call(
             name, (registers.rdi, registers.rsi, registers.rdx), row.tobytes(), stack, held, allocations))
 
-    def left(self, tid: int, registers: tracee.Registers) -> None:
+    def left(self, tid: int, registers: inject.Registers) -> None:
         """It returns."""
         begun = self.calls.get(tid)
         if not begun:
@@ -249,10 +250,8 @@ def record(pid: int, options: sample.Options, note: Callable[[str], None],
     try:
         installation.prepare(hooks, image, 0, lambda: _settings(installation))
         installation.announce(action=installation.at("old_action"))
-        installation.halted(lambda halted: tracee.make_calls(
-            halted, installation.memory, installation.cave, [
-                (tracee.SIGACTION, signal.SIGTRAP, installation.at("new_action"), installation.at("old_action"), 8)],
-            target.filtered))
+        installation.halted(lambda halted: inject.make_calls(halted, [
+            (inject.SIGACTION, signal.SIGTRAP, installation.at("new_action"), installation.at("old_action"), 8)]))
         internal = [(installation.base, installation.base + _PAGE)]
         internal += [(hook.address, hook.address + len(hook.body)) for hook in hooks if hook.name not in _RELEASES]
         recorder = _Recorder(installation, breakpoints.stops(installation.base), internal)
@@ -279,30 +278,30 @@ def _trace(installation, recorder, options, note, progress):
     """Follow the process for the window and the grace: (seconds of the window, user seconds it ran in it)."""
     target = installation.target
     for _ in range(200):
-        tracer = _Tracer(target.memory)
+        tracer = _Tracer(target.pid)
         try:
             with tracer:
                 installation.patch(tracer)
                 began, user = time.monotonic(), _user_seconds(target.pid)
-                note(f"recording process {target.pid} for {options.seconds:g} s, every call")
                 tracer.resume()
-                seconds = _follow(tracer, recorder, began + options.seconds, True, progress)
+                seconds = _follow(tracer, recorder, began + options.seconds, True, progress, lambda: note(
+                    f"recording process {target.pid} for {options.seconds:g} s, every call"))
                 user = _user_seconds(target.pid) - user
                 _follow(tracer, recorder, time.monotonic() + options.grace, False, progress)
                 tracer.halt()
                 return seconds - began, user
-        except tracee.Unsafe:
+        except inject.Unsafe:
             continue
     raise LiveError(f"process {target.pid} cannot be changed: a thread stays within a function to hook; try again")
 
 
-def _follow(tracer, recorder, end, allocations, progress) -> float:
-    """Handle stops until `end`; returns when it was over. Without `allocations`, only releases count."""
-    registers = tracee.Registers()
-    where = ctypes.addressof(registers)
+def _follow(tracer, recorder, end, allocations, progress, begin=lambda: None) -> float:
+    """Call `begin`, and handle stops until `end`; returns when it was over. Ctrl-C ends it early. Without `allocations`,
+    only releases count."""
     idle_since = 0.0
     told = 0.0
     try:
+        begin()
         while True:
             stop = tracer.next_stop()
             if stop is None:
@@ -320,7 +319,7 @@ def _follow(tracer, recorder, end, allocations, progress) -> float:
             idle_since = 0.0
             tid, event, number = stop
             if not event and number == signal.SIGTRAP:
-                tracee.request(tracee.GETREGS, tid, 0, where)
+                registers = inject.registers_of(tid)
                 known = recorder.stops.get(registers.rip) if tracer.is_breakpoint(tid) else None
                 if known:
                     name, behind = known

@@ -28,9 +28,9 @@ from ..target.processes import all_processes, statistics_of
 from ..target.ptrace import (PTRACE_DETACH, PTRACE_SETOPTIONS, WALL, LiveError, Stopped, hurried, living_thread,
                              next_stop, ptrace, status_of, threads_of)
 from ..target.room import field, memory_groups, memory_left
-from .inject import SLACK, Call, Unsafe, find_slack, is_filtered, remains, remove_remains, safe_thread
+from .inject import (CLONE, SLACK, WAIT4, Injection, Unsafe, clean, is_filtered, remains, remove_remains,
+                     safe_thread)
 
-_CLONE, _WAIT4 = 56, 61
 _CLONE_FILES, _CLONE_SYSVSEM = 0x400, 0x40000
 _PTRACE_O_EXITKILL = 1 << 20
 _WATCHED = {"um", "uw", "ui"}       # smaps' marks of memory that userfaultfd watches
@@ -135,7 +135,7 @@ class _ForkedCapture(Capture):
         early = self._still_constant(moment.maps)
         now = self._ranges([m for m in moment.maps if m not in early and self._is_copied_in_stop(m)], programs)
         self._copy_now(now)
-        child = self._fork(tid)
+        child = self._fork(tid, moment.maps)
         missing = self._missing(child.pid, [m for m in moment.maps if m not in early and m not in now])
         if missing:
             lost = self._ranges(missing, programs)
@@ -147,19 +147,22 @@ class _ForkedCapture(Capture):
         self._copier.copy([r for _, data in ranges.values() for r in data], self._stopped.check)
         self._stopped.check()
 
-    def _fork(self, tid):
+    def _fork(self, tid, maps):
         """The `_Child` that a thread makes. Raises Unsafe."""
         _check_namespace(tid)
-        self._slack = find_slack(tid, mappings(tid))
-        call = Call(self._stopped, tid, self._slack, _CLONE, (_CLONE_FILES | _CLONE_SYSVSEM, 0, 0, 0, 0), forks=True)
+        injection = Injection(self._stopped, tid, maps, forks=True)
+        self._slack = injection.address
         self._guard.watch()
-        result = call.make()
+        try:
+            result, = injection.make([(CLONE, _CLONE_FILES | _CLONE_SYSVSEM, 0, 0, 0, 0)])
+        except ProcessLookupError:
+            raise self._stopped.killed()
         if result < 0:
             raise Unsafe("the kernel refuses it a child (%s)" % os.strerror(-result))
-        if call.child is None:
+        if injection.child is None:
             raise Unsafe("the kernel makes it no child")
         self._guard.child = result
-        return _Child(call.child, self._stopped)
+        return _Child(injection.child, self._stopped)
 
     def _missing(self, child, maps):
         """Those mappings that the child does not have, or not all of (MADV_DONTFORK)."""
@@ -276,7 +279,7 @@ class _Guard:
         """Have it reaped; how long its parent stood still for that, in milliseconds."""
         stopped, pause = _BriefStop(self._pid, self._most), 0.01
         for _ in range(_TRIES):
-            with contextlib.suppress(LiveError, Unsafe):        # which may pass: another one stops it just now
+            with contextlib.suppress(LiveError, Unsafe, OSError):       # which may pass: another one stops it just now
                 if _reap(stopped, self.child):
                     break
             if status_of(self._pid) is None:
@@ -306,29 +309,27 @@ _MOST = 0.05                # seconds of one stop to reap the child; to list ver
 
 
 class _BriefStop(Stopped):
-    """For what is done again if it takes too long, or a thread cannot be stopped now."""
+    """For what is done again if it takes too long, or a thread cannot be stopped now. lines: of the process's `mappings`,
+    read before."""
 
     def __init__(self, pid, most):
-        self._lines = {}
+        self.lines = {}
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            mappings(pid, self._lines)
+            mappings(pid, self.lines)
         super().__init__(pid, most + time.monotonic() - began, wait=0)
-
-    def mappings(self):
-        """Its address space now."""
-        return mappings(self.threads[0], self._lines)
 
 
 def _reap(stopped, child):
-    """Have a process, by a `_BriefStop`, reap its `child`; whether it is gone. Raises LiveError, Unsafe."""
+    """Have a process, by a `_BriefStop`, reap its `child`; whether it is gone. Raises LiveError, Unsafe, OSError."""
 
     def act():
         with hurried(), stopped:
             tid = safe_thread(stopped)
-            maps = stopped.mappings()
-            result = Call(stopped, tid, find_slack(tid, maps), _WAIT4, (child, 0, WALL | os.WNOHANG, 0)).make()
-            remove_remains(stopped, maps)
+            maps = mappings(tid, stopped.lines)
+            result, = Injection(stopped, tid, maps).make([(WAIT4, child, 0, WALL | os.WNOHANG, 0)])
+            with contextlib.suppress(Unsafe):
+                remove_remains(stopped, maps)
             return result
 
     return stopped.run(act) in (child, -errno.ECHILD)
@@ -364,21 +365,11 @@ def _wait_and_reap(pid, reader, most):
                     _reap(stopped, _as_seen_by(pid, child))
             left = remains(pid, mappings(pid))      # the stub: as long as it is there, a child may still be made
             if left and not children:
-                _clean(stopped)
+                clean(stopped, stopped.lines)
             if not left and not children:
                 return
         time.sleep(pause)
         pause = min(1.5 * pause, 2.0)
-
-
-def _clean(stopped):
-    """Take out what an injection has left. Raises LiveError."""
-
-    def act():
-        with hurried(), stopped:
-            remove_remains(stopped, stopped.mappings())
-
-    stopped.run(act)
 
 
 def _children(pid, since):

@@ -14,18 +14,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..target import ptrace
+from ..target.live import without
 from ..target.ptrace import LiveError
-from . import tracee
+from . import inject, tracee
 
 PAGE = 4096
-MARK = b"gdbleak recording "
+_MARK = b"gdbleak recording "
 _WAIT = 20.0            # seconds for an answer of the guard
 _UNMAP_WAIT = 3.0       # seconds after which the tool no longer waits for the agent's pages to be unmapped
-_MOST_WAIT = 3600.0     # seconds after which they stay in the target
+_LONG_PAUSE, _MOST_WAIT = 2.0, 3600.0   # seconds between two later tries, and after which they stay in the target
+_KCMP, _KCMP_VM = 312, 1
 _TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a target that something else holds
 
 
@@ -33,27 +35,28 @@ _TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a tar
 class Plan:
     """What a recording changes in the target.
 
-    regions: (start, end) of the mappings it makes, the first begins with `code`, which threads run in; cave: address and
-    bytes (hex) of the slack that the stub uses; patches: (address, bytes before, bytes after) in hex; nonce: address and
-    value (hex) of the agent's mark; state, in_flight: addresses in the agent, 0 when it has none; action: address in the
-    target where SIGTRAP's action before is kept, its handler all ones until it was changed; guard: the guard's process
-    id.
+    nonce: whose it is, in hex; regions: (start, end) of the mappings it makes, each marked by its first bytes; code:
+    (start, end) of what threads run in, a page behind the beginning of the first; patches: (address, bytes before, bytes
+    after) in hex; state: address in the agent; action: address in the target where SIGTRAP's action before is kept, its
+    handler all ones until it was changed; guard: the guard's process id.
     """
 
+    nonce: str = ""
     regions: list = field(default_factory=list)
     code: list = field(default_factory=list)
-    cave: list = field(default_factory=list)
     patches: list = field(default_factory=list)
-    nonce: list = field(default_factory=list)
     state: int = 0
-    in_flight: int = 0
     action: int = 0
-    seccomp: bool = False
     guard: int = 0
 
+    @property
+    def mark(self) -> bytes:
+        """What each region begins with."""
+        return _MARK + self.nonce.encode() + b" "
+
     def page(self) -> bytes:
-        """The page that holds the plan itself, at the end of the first region: for whoever comes after us all."""
-        return (MARK + json.dumps(asdict(self)).encode()).ljust(PAGE, b"\0")
+        """The first page of the first region, which holds the plan itself: for whoever comes after us all."""
+        return (self.mark + json.dumps(asdict(self)).encode()).ljust(PAGE, b"\0")
 
 
 @dataclass
@@ -66,6 +69,11 @@ class Removal:
     left: int = 0
     waits: str = ""
     stop_ms: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of ours is in the process any more."""
+        return self.gone or self.restored and not self.left
 
 
 def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
@@ -80,43 +88,43 @@ def remove(memory: tracee.Memory, plan: Plan, patience: float = float("inf"),
         if not memory.is_alive():
             return Removal(gone=True)
         try:
-            if not (result.restored and _is_busy(memory, plan)):
+            if not (result.restored and _is_stopped(memory.pid)):
                 _attempt(memory, plan, result)
                 return result
-        except (tracee.Unsafe, LiveError, OSError) as error:
+        except (inject.Unsafe, LiveError, OSError) as error:
             result.waits = str(error)
         waited = time.monotonic() - began
         if waited > (unmap_wait if result.restored else patience):
             return result
-        pause = min(pause * 1.2, 0.05 if waited < _UNMAP_WAIT or not result.restored else 2.0)
+        pause = min(pause * 1.2, 0.05 if waited < _UNMAP_WAIT else _LONG_PAUSE)
         time.sleep(pause)
 
 
-def _is_busy(memory, plan) -> bool:
-    """Whether it is of no use to stop the process: it is stopped anyway, or a thread says that it is in the agent."""
-    state = (ptrace.status_of(memory.pid) or {}).get("State", "?")[0]
-    return state in "Tt" or bool(plan.in_flight and any(memory.read(plan.in_flight, 8)))
+def _is_stopped(pid) -> bool:
+    """Whether a process is stopped by a signal or a tracer, so that its threads stay where they are."""
+    return (ptrace.status_of(pid) or {}).get("State", "?")[0] in "Tt"
 
 
 def _attempt(memory, plan, result):
     """One stop. Raises Unsafe when something is still to be done."""
-    halted = tracee.Halted(memory)
+    halted = ptrace.Stopped(memory.pid)
     try:
         with ptrace.hurried(), halted:
             if plan.state and plan.patches:
                 with contextlib.suppress(OSError):
                     memory.write(plan.state, bytes(4))
-            foreign = _restore_text(memory, plan)
-            _restore_cave(halted, memory, plan)
-            result.restored = not foreign
-            result.waits = foreign
-            _unmap(halted, memory, plan, result)
+            _restore_text(memory, plan)
+            maps = tracee.mappings_of(memory.pid)
+            inject.remove_remains(halted, maps)
+            result.restored = True
+            _unmap(halted, maps, memory, plan, result)
+            result.waits = ""
     finally:
         result.stop_ms = max(result.stop_ms, halted.milliseconds or 0.0)
 
 
-def _restore_text(memory, plan) -> str:
-    """What is not ours there; "" when all is restored."""
+def _restore_text(memory, plan):
+    """Raises Unsafe when something is there that is not ours: it may still lead to the agent."""
     foreign = ""
     for address, before, after in plan.patches:
         before, after = bytes.fromhex(before), bytes.fromhex(after)
@@ -125,58 +133,48 @@ def _restore_text(memory, plan) -> str:
             memory.write(address, before)
         elif now != before:
             foreign = f"the text at {address:#x} was changed by something else meanwhile"
-    return foreign
+    if foreign:
+        raise inject.Unsafe(foreign)
 
 
-def _restore_cave(halted, memory, plan):
-    if plan.cave:
-        address, original = plan.cave[0], bytes.fromhex(plan.cave[1])
-        if memory.read(address, len(original)) != original:
-            if halted.refer_to([(address, address + len(original))]):
-                raise tracee.Unsafe("a thread is making the system calls that were put into it")
-            memory.write(address, original)
-
-
-def _unmap(halted, memory, plan, result):
-    mapped = _mapped(memory, plan)
+def _unmap(halted, maps, memory, plan, result):
+    mapped = _mapped(maps, memory, plan)
     result.left = sum(end - start for start, end in mapped)
-    calls = [(tracee.MUNMAP, start, end - start) for start, end in mapped]
+    calls = [(inject.MUNMAP, start, end - start) for start, end in mapped]
     if plan.action and mapped and memory.read(plan.action, 8) != b"\xff" * 8:
-        calls.insert(0, (tracee.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
+        calls.insert(0, (inject.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
     if not calls:
         return
-    busy = plan.in_flight and any(memory.read(plan.in_flight, 8))
-    if busy or halted.refer_to([tuple(plan.code)], returns=not plan.in_flight):
-        raise tracee.Unsafe("a thread is within the agent")
-    tracee.make_calls(halted, memory, (plan.cave[0], bytes.fromhex(plan.cave[1])), calls, plan.seccomp)
-    result.left = sum(end - start for start, end in _mapped(memory, plan))
+    if inject.refer_to(halted, maps, [tuple(plan.code)]):
+        raise inject.Unsafe("a thread is within the agent")
+    inject.make_calls(halted, calls)
+    result.left = sum(end - start for start, end in _mapped(tracee.mappings_of(memory.pid), memory, plan))
     if result.left:
-        raise tracee.Unsafe("the target could not unmap the agent")
+        raise inject.Unsafe("the target could not unmap the agent")
 
 
-def _mapped(memory, plan) -> list:
-    """Those of the plan's regions that are mapped, and ours. They touch no other mapping."""
-    if not plan.regions:
-        return []
-    maps = [m for m in tracee.mappings_of(memory.pid) if not m.inode]
-    (start, end), *others = plan.regions
-    inside = [m for m in maps if start <= m.start and m.end <= end]
-    if sum(m.end - m.start for m in inside) != end - start or not memory.read(plan.nonce[0], 16).hex() in (
-            plan.nonce[1], "0" * 32):
-        return []
-    exact = {(m.start, m.end) for m in maps}
-    return [(start, end) for start, end in others if (start, end) in exact] + [(start, end)]
+def _mapped(maps, memory, plan) -> list:
+    """Those of the plan's regions that are mapped, and ours, the last first. Once a region is marked, the kernel may have
+    joined it with its neighbours."""
+    anonymous = [(m.start, m.end) for m in maps if not m.inode]
+    found = []
+    for start, end in reversed(plan.regions):
+        inside = [(low, high) for low, high in anonymous if start <= low and high <= end]
+        if not without([(start, end)], anonymous):
+            head = memory.read(start, len(plan.mark))
+            if head == plan.mark or not any(head) and not without([(start, end)], inside):
+                found.append((start, end))
+    return found
 
 
 def found_in(memory: tracee.Memory) -> Plan | None:
     """The plan of a recording that is in the process, running or left there; None when there is none."""
-    maps = [m for m in tracee.mappings_of(memory.pid) if not m.inode]
-    for code, data in zip(maps, maps[1:]):
-        if code.perms == "r-xp" and data.start == code.end and data.perms == "rw-p":
+    for code in tracee.mappings_of(memory.pid):
+        if code.perms == "r-xp" and not code.inode:
             with contextlib.suppress(OSError, ValueError, TypeError):
-                page = memory.read(data.end - PAGE, PAGE)
-                if page.startswith(MARK):
-                    return Plan(**json.loads(page[len(MARK):].rstrip(b"\0")))
+                page = memory.read(code.start - PAGE, PAGE)
+                if page.startswith(_MARK):
+                    return Plan(**json.loads(page[len(_MARK):].split(b" ", 1)[1].rstrip(b"\0")))
     return None
 
 
@@ -190,8 +188,10 @@ def clean(memory: tracee.Memory) -> None:
     if plan is not None:
         remove(memory, plan, patience=5.0)
     for _ in range(100):
-        with contextlib.suppress(tracee.Unsafe):
-            return tracee.remove_stubs(memory)
+        if not inject.remains(memory.tid, tracee.mappings_of(memory.pid)):
+            return
+        with contextlib.suppress(inject.Unsafe):
+            inject.clean(ptrace.Stopped(memory.pid))
         time.sleep(0.01)
 
 
@@ -204,13 +204,11 @@ def is_guard(pid: int) -> bool:
         return False
 
 
-def remove_from_children(plan: Plan, parent: int) -> int:
-    """Take the agent out of processes that the target forked meanwhile; returns how many those were."""
-    count = 0
-    plan = replace(plan, in_flight=0)       # counts the parent's threads, which the child does not have
-    address, nonce = plan.nonce
+def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> bool:
+    """Take the agent out of processes that the target forked meanwhile; whether that is complete."""
+    is_complete = True
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in (parent, os.getpid()):
+        if not name.isdigit() or int(name) in (parent, os.getpid()) or _share_memory(parent, int(name)):
             continue
         try:
             file = os.open(f"/proc/{name}/mem", os.O_RDWR | os.O_CLOEXEC)
@@ -218,14 +216,18 @@ def remove_from_children(plan: Plan, parent: int) -> int:
             continue
         memory = tracee.Memory(int(name), file)
         try:
-            if memory.read(address, len(nonce) // 2).hex() == nonce:
-                remove(memory, plan, patience=1.0)
-                count += 1
+            if memory.read(plan.regions[0][0], len(plan.mark)) == plan.mark:
+                is_complete &= remove(memory, plan, 1.0, unmap_wait).is_complete
         except OSError:
             pass
         finally:
             memory.close()
-    return count
+    return is_complete
+
+
+def _share_memory(one: int, other: int) -> bool:
+    """Whether two processes do, as after a vfork."""
+    return ptrace.libc.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0
 
 
 class Guard:
@@ -296,11 +298,14 @@ def main(arguments: list[str]) -> None:
             break
         plan = Plan(**message)
         _say("known")
-    result = remove(memory, plan)
-    if plan.nonce:
-        remove_from_children(plan, memory.pid)
-    if result.left:
-        remove(memory, plan, unmap_wait=_MOST_WAIT)
+    end, unmap_wait = time.monotonic() + _MOST_WAIT, _UNMAP_WAIT
+    while plan.regions:
+        results = (remove(memory, plan, unmap_wait=unmap_wait).is_complete,
+                   remove_from_children(plan, memory.pid, unmap_wait))
+        if all(results) or time.monotonic() > end:
+            break
+        unmap_wait = 0.0
+        time.sleep(_LONG_PAUSE)
 
 
 def _say(what) -> None:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from ..target import ptrace
 from ..target.ptrace import LiveError
-from . import guard, relocate, tracee
+from . import guard, inject, relocate, tracee
 from .agent import ROOM
 from .guard import PAGE
 from .modules import Image, Process
 
 _REACH = (1 << 31) - (1 << 26)
-_HOLE = PAGE            # kept free around what is mapped, so that the kernel joins it with nothing
+_HOLE = PAGE            # kept free around what is mapped, so that the kernel does not join it with something at once
 _HEAP_ROOM = 1 << 30    # kept free above the heap that grows by brk
 _TRIES, _PAUSE = 200, 0.005      # seconds
 
@@ -123,7 +123,7 @@ class Installation:
     def announce(self, **changes) -> None:
         """Tell the guard, and leave it written in the target. OSError."""
         self.guard.announce(**changes)
-        self.memory.write(self.base + self.agent.size, self.guard.plan.page())
+        self.memory.write(self.base - PAGE, self.guard.plan.page())
 
     def failure(self, error: OSError) -> LiveError:
         """What an error in reading or writing the target means."""
@@ -134,11 +134,13 @@ class Installation:
     def halted(self, action):
         """Do `action(halted)` in a stop of the whole process, again while it is Unsafe."""
         for attempt in range(_TRIES):
-            halted = tracee.Halted(self.memory)
+            halted = ptrace.Stopped(self.memory.pid)
             try:
                 with ptrace.hurried(), halted:
+                    if not self.memory.is_alive():      # an exec was faster; from now on there can be none
+                        raise ProcessLookupError
                     return action(halted)
-            except tracee.Unsafe as error:
+            except inject.Unsafe as error:
                 problem = error
                 time.sleep(_PAUSE)
             except OSError as error:
@@ -149,39 +151,35 @@ class Installation:
         raise LiveError(f"process {self.target.pid} cannot be changed: {problem}; try again")
 
     def _map(self, near, room):
-        cave = self.cave = tracee.find_cave(self.memory)
-        if cave is None:
-            raise LiveError("no mapped program has unused space behind its text to make system calls from")
-        nonce = self._nonce = os.urandom(16)
-
         def action(halted):
-            size = self.agent.size + PAGE       # the last page is for the plan
-            self.base = free_place(self.target.process, size, near)
-            regions = [(self.base, self.base + size)]
-            calls = [(tracee.MMAP, self.base, size, 3, 0x100022, -1, 0),
-                     (tracee.MPROTECT, self.base, self.agent.data, 5)]
+            size = PAGE + self.agent.size       # the first page is for the plan
+            start = free_place(self.target.process, size, near)
+            self.base = start + PAGE
+            regions = [(start, start + size)]
+            calls = [(inject.MMAP, start, size, 3, 0x100022, -1, 0),
+                     (inject.MPROTECT, self.base, self.agent.data, 5)]
+            results = [start, 0]
             if room:
-                self.room = self._elsewhere(room)
-                regions.append((self.room, self.room + room))
-                calls.append((tracee.MMAP, self.room, room, 3, 0x104022, -1, 0))
-            self.guard.announce(
-                regions=regions, code=[self.base, self.base + self.agent.data], cave=[cave[0], cave[1].hex()],
-                nonce=[self.at("nonce"), nonce.hex()], state=self.at("state"),
-                in_flight=self.at("in_flight") if self.agent.counts_flights else 0, seccomp=self.target.filtered)
-            tracee.make_calls(halted, self.memory, cave, calls, self.target.filtered)
-            exact = {(m.start, m.end) for m in tracee.mappings_of(self.target.pid)}
-            if (self.base + self.agent.data, self.base + size) not in exact or regions[-1] not in exact | {
-                    regions[0]}:
+                elsewhere = self._elsewhere(*regions[0], PAGE + room)
+                self.room = elsewhere + PAGE
+                regions.append((elsewhere, self.room + room))
+                calls.append((inject.MMAP, elsewhere, PAGE + room, 3, 0x104022, -1, 0))
+                results.append(elsewhere)
+            self.guard.announce(nonce=os.urandom(16).hex(), regions=regions,
+                                code=[self.base, self.base + self.agent.data], state=self.at("state"))
+            if inject.make_calls(halted, calls) != results:
                 raise LiveError("the kernel refuses to map the agent: a limit on memory, or a security policy against "
                                 "memory that was written and is then executed")
-            self.memory.write(self.base + self.agent.size, self.guard.plan.page())
+            for (start, _), content in zip(regions, [self.guard.plan.page(), self.guard.plan.mark]):
+                self.memory.write(start, content)
 
         self.halted(action)
 
-    def _elsewhere(self, room):
-        place = free_place(self.target.process, room + self.agent.size + 5 * PAGE, None)
-        if place < self.base + self.agent.size + PAGE + _HOLE and self.base < place + room + _HOLE:
-            place = self.base - room - 2 * _HOLE
+    def _elsewhere(self, start, end, size):
+        """A place for `size` bytes that touches not [start, end), which is not mapped yet."""
+        place = free_place(self.target.process, size + end - start + 4 * _HOLE, None)
+        if place < end + _HOLE and start < place + size + _HOLE:
+            place = start - size - 2 * _HOLE
         return place
 
     def _fill(self, hooks, settings):
@@ -195,18 +193,18 @@ class Installation:
             code[at:at + len(displaced.code)] = displaced.code
             after = relocate.jump(hook.address, self.base + self.agent.entry(hook.name))
             patches.append((hook.address, hook.body[:len(after)], after, displaced.size))
-        values = {**settings(), "nonce": self._nonce}
-        self.memory.write(self.base + self.agent.data, self.agent.initial_data(values))
+        self.memory.write(self.base + self.agent.data, self.agent.initial_data(settings()))
         self.memory.write(self.base, bytes(code))
         return patches
 
-    def patch(self, halted: tracee.Halted) -> None:
+    def patch(self, halted: ptrace.Stopped) -> None:
         """Have the hooked functions lead to the agent. Raises Unsafe, LiveError, OSError."""
         for address, before, _, _ in self._patches:
             if self.memory.read(address, len(before)) != before:
                 raise LiveError(f"the text at {address:#x} is being changed by something else")
-        if halted.refer_to([(address + 1, address + size) for address, _, _, size in self._patches]):
-            raise tracee.Unsafe("a thread stays within the first instructions of a function to hook")
+        inside = [(address + 1, address + size) for address, _, _, size in self._patches]
+        if inject.refer_to(halted, tracee.mappings_of(halted.pid), inside):
+            raise inject.Unsafe("a thread stays within the first instructions of a function to hook")
         for address, _, after, _ in self._patches:
             self.memory.write(address, after)
 

@@ -10,7 +10,7 @@ from typing import Callable, Iterator, NamedTuple
 import numpy as np
 
 from ..reports.document import Table, printable
-from ..target.live import Mapping
+from ..target.live import Mapping, without
 from ..target.processes import statistics_of
 from ..target.ptrace import LiveError
 from . import agent as agents
@@ -250,9 +250,10 @@ def _first_break(target) -> int:
 
 
 def _own(target, installation) -> list[Mapping]:
-    """The process's mappings without the agent's."""
-    ours = {installation.base, installation.base + installation.agent.data, installation.room}
-    return [m for m in tracee.mappings_of(target.pid) if m.start not in ours]
+    """The process's mappings without the agent's, which the kernel may have joined with others."""
+    ours = sorted(map(tuple, installation.guard.plan.regions))
+    return [m._replace(start=start, end=end) for m in tracee.mappings_of(target.pid)
+            for start, end in without([(m.start, m.end)], ours)]
 
 
 def _still_there(pieces: Pieces, maps: list[Mapping]) -> list[tuple[Piece, Mapping]]:

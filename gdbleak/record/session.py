@@ -6,21 +6,19 @@ end, while what the agent has recorded is still in its memory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import time
 from typing import Callable, NamedTuple
 
 from ..target import follow, ptrace
 from ..target.ptrace import LiveError
-from . import tracee
+from . import inject, tracee
 from .install import Installation
 from .leaks import Recording
 from .modules import Process
 from .unwind import Unwinder
 
 
-_PTRACE_SYSCALL, _SETREGS = 24, 13
 _FS_BASE = 21 * 8       # where it is in struct user_regs_struct
 
 
@@ -213,47 +211,29 @@ class _Held(Installation):
 
     def halt(self, action):
         """Do action() while the process stands."""
-        with ptrace.hurried(), _HeldStop(self.memory) as self._stop:
+        with ptrace.hurried(), _HeldStop(self.memory.pid) as self._stop:
             action()
 
     def halted(self, action):
         """Do action(halted), in the stop that there is. Raises LiveError."""
         try:
             return action(self._stop)
-        except tracee.Unsafe as error:
+        except inject.Unsafe as error:
             raise LiveError(f"process {self.target.pid} cannot be changed: {error}") from None
         except OSError as error:
             raise self.failure(error) from None
 
 
-class _HeldStop(tracee.Halted):
+class _HeldStop(ptrace.Stopped):
     """A stop of a process that this thread traces, that stands for another reason, and that stays traced."""
 
     def __enter__(self):
         super().__enter__()
-        for tid in self.threads:        # from that other stop, to the one that was asked for
-            self._go(tid, ptrace.PTRACE_CONT)
-        return self
-
-    def run(self, tid, registers, start, end):
-        """Let the thread run from `registers` until it has left [start, end), up to its next system call behind that:
-        and not for a while, as one does that runs already."""
-        tracee.request(_SETREGS, tid, 0, ctypes.addressof(registers))
-        inside = True
-        while inside and tid in self._stops:
-            self._go(tid, _PTRACE_SYSCALL)
-            inside = tid in self._stops and start <= self.registers(tid).rip < end
-        if tid in self._stops:
-            self._interrupt([tid])
-            self._go(tid, ptrace.PTRACE_CONT)
-
-    def _go(self, tid, how):
-        """Let a thread go on to its next stop."""
-        ptrace.ptrace(how, tid)
-        del self._stops[tid]
-        pending = {tid}
+        pending = set(self.threads)
+        self.release()                  # from that other stop, to the one that was asked for
         while pending:
             self._collect(pending)
+        return self
 
     def release(self):
         """Let all threads go on."""

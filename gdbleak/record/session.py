@@ -130,7 +130,8 @@ def record_command(make: Callable[..., Session], text: str, keeps_output: bool, 
             with ptrace.hurried():              # the thread that follows it, too
                 command.follow(recorder.at_exit, None, recorder)
         except OSError:
-            raise LiveError(f"process {command.pid} was killed, and what was in its memory is gone") from None
+            raise LiveError(f"process {command.pid} was killed, or became another program at that moment: what was in "
+                            "its memory is gone") from None
         finally:
             recorder.remove()
         command.end()
@@ -175,11 +176,12 @@ class _Starts(follow.Starts):
         if self.session is None:
             return True
         passed = time.monotonic() - self._began
-        if self._window is None and passed >= (self._timing.seconds or float("inf")):
-            self._window = passed
-            self.session.watch_frees()
         of = f" of {self._timing.seconds:g}" if self._timing.seconds else ""
-        self._notes.progress(f"recording: {passed:.0f}{of} s{self.session.look()}")
+        with contextlib.suppress(OSError):      # its memory has just gone, which its next stop will tell
+            self._notes.progress(f"recording: {passed:.0f}{of} s{self.session.look()}")
+            if self._window is None and passed >= (self._timing.seconds or float("inf")):
+                self.session.watch_frees()
+                self._window = passed
         return self._window is None or passed < self._window + self._timing.grace
 
     def at_end(self):

@@ -10,7 +10,7 @@ import pytest
 
 from tests import record_target
 from tests.live_target import children
-from tests.record_target import GDBLEAK, ROOT, WAIT, by_site, check_as_found, rates, totals, wait_for
+from tests.record_target import GDBLEAK, ROOT, WAIT, by_site, check_as_found, guards, rates, totals, wait_for
 from tests.targets import build
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
@@ -142,6 +142,22 @@ def test_control_c_ends_the_window(early):
     assert process.returncode == 0, errors
     told = totals(json.loads(output))
     assert told["ending"] == "was ended by signal 15 (SIGTERM)" and told["bytes"] > 1_100_000
+
+
+def test_control_c_hurries_the_end(early):
+    """While it waits for a command that does not obey: no command is left behind."""
+    process = start("sample", f"sh -c \"trap '' INT TERM; exec {early} wait\"", "--seconds", "0.2", "--grace", "0")
+    while process.stderr.readline() != "told\n":
+        pass
+    pid, = [pid for pid in children(process.pid) if os.readlink(f"/proc/{pid}/exe") == str(early)]
+    wait_for(lambda: not guards(pid) and
+             "TracerPid:\t0\n" in open(f"/proc/{pid}/status").read(), "the recording to be over")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=WAIT)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert process.returncode in (0, 130), errors       # the latter: it was just about to end it
+    assert ("the command was ended by signal 9 (SIGKILL), after the recording\n" in output) == (process.returncode == 0)
 
 
 def test_the_death_of_the_tool_leaves_a_command_as_it_was(early):

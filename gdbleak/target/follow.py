@@ -132,11 +132,10 @@ class Command:
     def end(self, patience=5.0):
         """Wait for its end when it is about to end, or else end it: politely, then not; Ctrl-C cuts each wait short. Sets
         `ending`."""
-        for number in (0, signal.SIGTERM, signal.SIGKILL):
-            if number and not self.ending:
-                with contextlib.suppress(ProcessLookupError):
+        for number in (0, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):      # if the third was cut short
+            with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
+                if number and not self.ending:
                     os.kill(self.pid, number)
-            with contextlib.suppress(KeyboardInterrupt):
                 self._wait(patience if number else _GRACE)
 
     def _wait(self, patience):

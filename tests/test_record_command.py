@@ -1,4 +1,5 @@
 """Commands that are started and recorded from their start to their end, against what they say they did."""
+import contextlib
 import json
 import os
 import re
@@ -64,6 +65,14 @@ def recorded(word, command, tmp_path, *options, said=""):
     assert process.returncode == 0, errors
     stacks = [line.rsplit(" ", 1) for line in folded.read_text().splitlines()]
     return json.loads(report.read_text()), [(stack.split(";"), int(weight)) for stack, weight in stacks], output, errors
+
+
+def running(process, exe):
+    """The child of a process that runs an executable."""
+    for pid in children(process.pid):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/exe") == str(exe):
+                return pid
 
 
 def close(found, truth):
@@ -149,7 +158,7 @@ def test_control_c_hurries_the_end(early):
     process = start("sample", f"sh -c \"trap '' INT TERM; exec {early} wait\"", "--seconds", "0.2", "--grace", "0")
     while process.stderr.readline() != "told\n":
         pass
-    pid, = [pid for pid in children(process.pid) if os.readlink(f"/proc/{pid}/exe") == str(early)]
+    pid = running(process, early)
     wait_for(lambda: not guards(pid) and
              "TracerPid:\t0\n" in open(f"/proc/{pid}/status").read(), "the recording to be over")
     process.send_signal(signal.SIGINT)
@@ -164,7 +173,7 @@ def test_the_death_of_the_tool_leaves_a_command_as_it_was(early):
     process = start("sample", f"{early} wait")
     while process.stderr.readline() != "told\n":
         pass
-    pid, = [pid for pid in children(process.pid) if os.readlink(f"/proc/{pid}/exe") == str(early)]
+    pid = running(process, early)
     try:
         process.kill()
         process.wait()

@@ -130,8 +130,8 @@ class Command:
             raise LiveError("cannot start %s: %s" % (self._words[0], os.strerror(struct.unpack("i", error)[0])))
 
     def end(self, patience=5.0):
-        """Wait for its end when it is about to end, or else end it: politely, then not; Ctrl-C cuts each wait short. Sets
-        `ending`."""
+        """Wait for its end when it is about to end, or else end it: politely, then not; Ctrl-C cuts each wait short.
+        Sets `ending`."""
         for number in (0, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):      # if the third was cut short
             with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
                 if number and not self.ending:

@@ -296,8 +296,8 @@ def _trace(installation, recorder, options, note, progress):
 
 
 def _follow(tracer, recorder, end, allocations, progress, begin=lambda: None) -> float:
-    """Call `begin`, and handle stops until `end`; returns when it was over. Ctrl-C ends it early. Without `allocations`,
-    only releases count."""
+    """Call `begin`, and handle stops until `end`; returns when it was over. Ctrl-C ends it early. Without
+    `allocations`, only releases count."""
     idle_since = 0.0
     told = 0.0
     try:

@@ -309,8 +309,8 @@ _MOST = 0.05                # seconds of one stop to reap the child; to list ver
 
 
 class _BriefStop(Stopped):
-    """For what is done again if it takes too long, or a thread cannot be stopped now. lines: of the process's `mappings`,
-    read before."""
+    """For what is done again if it takes too long, or a thread cannot be stopped now. lines: of the process's
+    `mappings`, read before."""
 
     def __init__(self, pid, most):
         self.lines = {}

@@ -36,9 +36,9 @@ class Plan:
     """What a recording changes in the target.
 
     nonce: whose it is, in hex; regions: (start, end) of the mappings it makes, each marked by its first bytes; code:
-    (start, end) of what threads run in, a page behind the beginning of the first; patches: (address, bytes before, bytes
-    after) in hex; state: address in the agent; action: address in the target where SIGTRAP's action before is kept, its
-    handler all ones until it was changed; guard: the guard's process id.
+    (start, end) of what threads run in, a page behind the beginning of the first; patches: (address, bytes before,
+    bytes after) in hex; state: address in the agent; action: address in the target where SIGTRAP's action before is
+    kept, its handler all ones until it was changed; guard: the guard's process id.
     """
 
     nonce: str = ""
@@ -154,8 +154,8 @@ def _unmap(halted, maps, memory, plan, result):
 
 
 def _mapped(maps, memory, plan) -> list:
-    """Those of the plan's regions that are mapped, and ours, the last first. Once a region is marked, the kernel may have
-    joined it with its neighbours."""
+    """Those of the plan's regions that are mapped, and ours, the last first. Once a region is marked, the kernel may
+    have joined it with its neighbours."""
     anonymous = [(m.start, m.end) for m in maps if not m.inode]
     found = []
     for start, end in reversed(plan.regions):

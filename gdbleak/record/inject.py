@@ -36,7 +36,7 @@ _USED = {"rax": "488b05", "rcx": "488b0d", "rdx": "488b15", "rsi": "488b35", "rd
 _ARGUMENTS = ("rdi", "rsi", "rdx", "r10", "r8", "r9")
 _64_BIT_CODE = 0x33             # cs; in a signal frame followed by gs and fs, which are 0
 _SEGMENTS_MASK = (1 << 48) - 1
-_TO_RSP = 20                    # words of a signal frame from uc_flags on; behind it rip, eflags and cs
+_TO_RSP = 20                    # words in a signal frame from uc_flags to rsp; then come rip, eflags and cs
 _MOST_UC_FLAGS = 7
 _NOTHING = (1 << 64) - 1        # as orig_rax: in no system call, so that the kernel restarts none
 # What the kernel leaves in rax of a call that it will make again, and of one that goes on by restart_syscall.
@@ -99,8 +99,8 @@ def remove_remains(stopped, maps):
 
 
 def clean(stopped, lines=None):
-    """Stop a process, by a `Stopped`, to take out the stubs that were left in it. lines: of its `mappings`, read before.
-    Raises Unsafe, LiveError, OSError."""
+    """Stop a process, by a `Stopped`, to take out the stubs that were left in it. lines: of its `mappings`, read
+    before. Raises Unsafe, LiveError, OSError."""
 
     def act():
         with hurried(), stopped:
@@ -110,16 +110,18 @@ def clean(stopped, lines=None):
 
 
 def refer_to(stopped, maps, ranges):
-    """Whether a thread of a `Stopped` process is within one of the ranges (start, end) of code, or will come back to it:
-    once a signal handler returns, or a function that was called by `push %rsp; call ...`, see `_returns`."""
-    return any(start <= place < end for tid in stopped.threads for place in _returns(tid, maps) for start, end in ranges)
+    """Whether a thread of a `Stopped` process is within one of the ranges (start, end) of code, or will come back to
+    it: once a signal handler returns, or a function that was called by `push %rsp; call ...`, see `_returns`."""
+    return any(start <= place < end
+               for tid in stopped.threads for place in _returns(tid, maps) for start, end in ranges)
 
 
 def _returns(tid, maps):
     """Where a thread is, and where it may come back to.
 
-    Most words on its stack that look like return addresses are stale. Two kinds count: the rip in a signal frame, and a
-    return address below a word that holds the address of the word above it, as code of ours puts it there."""
+    Most words on its stack that look like return addresses are stale. Two kinds count: the rip of a signal frame, with
+    the handler's return address, and a return address below a word that holds the address of the word above it, as code
+    of ours puts it there."""
     registers = registers_of(tid)
     found, stacks, seen = [registers.rip], [registers.rsp], []
     with ProcessMemory(tid) as memory:
@@ -135,13 +137,13 @@ def _returns(tid, maps):
                 if words[k + 1] == start + 8 * (k + 2):
                     found.append(words[k])
                 if words[k + 3] & _SEGMENTS_MASK == _64_BIT_CODE and _is_signal_frame(words, k - _TO_RSP):
-                    found.append(words[k + 1])
+                    found += [words[k + 1], words[k - _TO_RSP - 1]]
                     stacks.append(words[k])             # the handler may run on a stack of its own
     return found
 
 
 def _is_signal_frame(words, at):
-    """Whether uc_flags and uc_link of a signal frame may be there."""
+    """Whether uc_flags and uc_link of a signal frame may be there. When `at` is 0, the handler has just returned."""
     return at >= 0 and words[at] <= _MOST_UC_FLAGS and not words[at + 1]
 
 

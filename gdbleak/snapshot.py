@@ -109,8 +109,9 @@ def describe(copy):
     if copy.ending:
         yield "the command %s" % copy.ending
     for lost in made.unreadable:
-        yield "not copied: %#x-%#x %s(%d bytes): %s" % (lost.start, lost.end, harmless(lost.path + " " * bool(lost.path)),
-                                                        lost.end - lost.start, lost.reason)
+        path = harmless(lost.path) + " " if lost.path else ""
+        yield ("not copied: %#x-%#x %s(%d bytes): %s"
+               % (lost.start, lost.end, path, lost.end - lost.start, lost.reason))
 
 
 # --------------------------------------------------------------------------------------------------------

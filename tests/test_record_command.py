@@ -1,4 +1,5 @@
 """Commands that are started and recorded from their start to their end, against what they say they did."""
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from tests import record_target
 from tests.live_target import children
-from tests.record_target import GDBLEAK, ROOT, WAIT, by_site, check_as_found, rates, totals, wait_for
+from tests.record_target import GDBLEAK, KILL_AT, ROOT, WAIT, by_site, check_as_found, guards, rates, totals, wait_for
 from tests.targets import build
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
@@ -23,7 +24,7 @@ EARLY = r"""
 static void keep(size_t size) { *(volatile char *)malloc(size) = 1; }
 __attribute__((constructor, noinline)) static void before_main(void) { keep(123456); }
 static void in_main(void) { for (int k = 0; k < 1000; k++) keep(1000); }
-static void after_main(void) { keep(6543); }
+static void after_main(void) { keep(6543); fputs("gone\n", stderr); }
 int main(int argc, char **argv)
 {
     const char *how = argc > 1 ? argv[1] : "7";
@@ -64,6 +65,14 @@ def recorded(word, command, tmp_path, *options, said=""):
     assert process.returncode == 0, errors
     stacks = [line.rsplit(" ", 1) for line in folded.read_text().splitlines()]
     return json.loads(report.read_text()), [(stack.split(";"), int(weight)) for stack, weight in stacks], output, errors
+
+
+def running(process, exe):
+    """The child of a process that runs an executable."""
+    for pid in children(process.pid):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/exe") == str(exe):
+                return pid
 
 
 def close(found, truth):
@@ -144,11 +153,27 @@ def test_control_c_ends_the_window(early):
     assert told["ending"] == "was ended by signal 15 (SIGTERM)" and told["bytes"] > 1_100_000
 
 
+def test_control_c_hurries_the_end(early):
+    """While it waits for a command that does not obey: no command is left behind."""
+    process = start("sample", f"sh -c \"trap '' INT TERM; exec {early} wait\"", "--seconds", "0.2", "--grace", "0")
+    while process.stderr.readline() != "told\n":
+        pass
+    pid = running(process, early)
+    wait_for(lambda: not guards(pid) and
+             "TracerPid:\t0\n" in open(f"/proc/{pid}/status").read(), "the recording to be over")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=WAIT)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert process.returncode in (0, 130), errors       # the latter: it was just about to end it
+    assert ("the command was ended by signal 9 (SIGKILL), after the recording\n" in output) == (process.returncode == 0)
+
+
 def test_the_death_of_the_tool_leaves_a_command_as_it_was(early):
     process = start("sample", f"{early} wait")
     while process.stderr.readline() != "told\n":
         pass
-    pid, = [pid for pid in children(process.pid) if os.readlink(f"/proc/{pid}/exe") == str(early)]
+    pid = running(process, early)
     try:
         process.kill()
         process.wait()
@@ -157,6 +182,23 @@ def test_the_death_of_the_tool_leaves_a_command_as_it_was(early):
     finally:
         os.kill(pid, signal.SIGKILL)
         process.communicate()
+
+
+def killed_at(early, who, step):
+    """Standard error of a recording in which the tool, or its guard, is killed at a step, when all have ended."""
+    process = subprocess.Popen([*KILL_AT, who, str(step), "sample", "-c", f"{early} 0"], cwd=ROOT, text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return process.communicate(timeout=WAIT)[1]
+
+
+@pytest.mark.parametrize("who", ["tool", "guard"])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_command_survives_the_death_of_the_tool_at_any_step(early, who, part):
+    """While it is held, injected, patched, followed, and at its end: it goes on, and ends as it does by itself."""
+    steps = int(re.search(r"steps: (\d+)", killed_at(early, "count", 0))[1])
+    assert steps > 50
+    for step in range(1 + part, steps + 1, 4 if part else steps // 6):
+        assert killed_at(early, who, step).count("gone\n") == 1, step
 
 
 def test_many_threads_that_come_and_go(tmp_path):

@@ -10,15 +10,16 @@ import time
 
 import pytest
 
-from gdbleak.record import inject
+from gdbleak.record import guard, inject, tracee
 from gdbleak.record.agent import Agent
 from gdbleak.record.install import Installation, Target
-from gdbleak.target.live import mappings
+from gdbleak.target.live import mappings, without
 from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
 from tests.record_target import (KILL_AT, WAIT, Recorder, Subject, changed_text, check_as_found, guards, kill,
                                  leftovers, wait_for)
 from tests.targets import build
+from tests.test_inject import make
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
 
@@ -121,8 +122,8 @@ def test_killed_at_any_moment(target, rounds):
             recorder.process.kill()
         if victim == "both":
             wait_for(lambda: recorder.process.poll() is not None, "the tool's end")
-            for guard in guards(target.pid):
-                os.kill(guard, signal.SIGKILL)
+            for process in guards(target.pid):
+                os.kill(process, signal.SIGKILL)
             target.check()
             Recorder("mmaps", target.pid, "--seconds", "0.05").finish()     # takes out what is left
         recorder.process.wait(WAIT)
@@ -142,8 +143,8 @@ def test_guard_is_killed_while_it_records(way):
     try:
         recorder = Recorder(way[0], target.pid, *way[1:], "--seconds", "0.5")
         recorder.wait_begin()
-        for guard in guards(target.pid):
-            os.kill(guard, signal.SIGKILL)
+        for process in guards(target.pid):
+            os.kill(process, signal.SIGKILL)
         recorder.finish()
         check_as_found(target.pid)
         target.check()
@@ -313,6 +314,28 @@ def test_thread_is_within(option, where):
         finally:
             for pid in pids[1:]:
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=" ".join)
+def test_joined_with_what_the_target_maps_beside_it(way):
+    """The kernel makes one mapping of two that touch: only ours is unmapped."""
+    with Subject(build("record_inside", "-O1").path) as subject:
+        subject.line()
+        recorder = begin(subject, way, 600)
+        memory = tracee.Memory(subject.pid)
+        regions = [tuple(region) for region in guard.found_in(memory).regions]
+        memory.close()
+        pages = [at for start, end in regions for at in (start - 4096, end)]
+        flags = [0x100022, 0x100022, 0x104022, 0x104022]        # as the regions have them
+        calls = [(inject.MMAP, at, 4096, 3, flag, -1, 0) for at, flag in zip(pages, flags)]
+        assert make(subject.pid, calls) == pages
+        assert not {start for start, _ in regions} & {m.start for m in mappings(subject.pid)}
+        end(recorder)
+        check_as_found(subject.pid)
+        now = [(m.start, m.end) for m in mappings(subject.pid)]
+        assert all(without([region], now) == [region] for region in regions)
+        assert without([(at, at + 4096) for at in sorted(pages)], now) == []
+        assert subject.is_alive()
 
 
 def test_text_is_changed_by_something_else(restless):

@@ -22,8 +22,9 @@ TICKS_A_QUANTUM = 1 << 24
 
 
 class Options(NamedTuple):
-    """seconds: of the window, None: until the process ends; grace: frees are watched for so long after it; by: "bytes" or "calls"; every: the mean
-    distance of samples, 0: so many that there are `rate` a second; pools: nginx's pools in place of malloc's blocks."""
+    """seconds: of the window, None: until the process ends; grace: frees are watched for so long after it; by:
+    "bytes" or "calls"; every: the mean distance of samples, 0: so many that there are `rate` a second; pools: nginx's
+    pools in place of malloc's blocks."""
 
     seconds: float | None = 5.0
     grace: float = 0.5
@@ -96,8 +97,8 @@ class Sampling(session.Session):
         installation = self.installation
         installation.write("state", agents.PASSIVE, 4)
         self._samples = _read(installation)
-        self._counters = {name: installation.read(name) for name in ("taken", "released", "thinned", "missed", "dropped",
-                                                                     "mean")}
+        names = "taken", "released", "thinned", "missed", "dropped", "mean"
+        self._counters = {name: installation.read(name) for name in names}
         super().collect()
         if self._lua:
             self._lua.look_again()
@@ -198,6 +199,6 @@ def _recording(sampling, course, options, rows, stacks, cut, counters) -> Record
         recording.partial.append(f"{counters['dropped']:,} samples were lost, for want of room")
     if cut:
         recording.partial.append(f"{cut:,} stacks are deeper than the {STACK_BYTES:,} bytes that were copied")
-    recording.numbers = {"mode": "sampled", "seconds": round(course.lasted, 3), "held": len(rows), "cut": cut, **counters,
-                         **course.facts}
+    recording.numbers = {"mode": "sampled", "seconds": round(course.lasted, 3), "held": len(rows), "cut": cut,
+                         **counters, **course.facts}
     return recording

@@ -1,7 +1,7 @@
-"""A recording by the agent, from its installation on: in a process that runs, or in a command from its start to its end.
+"""A recording by the agent, from its installation on: in a process that runs, or in a command from start to end.
 
-In a process no tracer is attached while it is recorded. A command is traced (target/follow.py), so that it stands at its
-end, while what the agent has recorded is still in its memory.
+In a process no tracer is attached while it is recorded. A command is traced (target/follow.py), so that it stands at
+its end, while what the agent has recorded is still in its memory.
 """
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FS_BASE = 21 * 8       # where it is in struct user_regs_struct
 
 
 class Course(NamedTuple):
-    """How a recording went. lasted: seconds of the window; held: what is still held after it, in words; manner, outcome:
-    how the process was held up, and what came of it, for a person; facts: the same for a program."""
+    """How a recording went. lasted: seconds of the window; held: until when blocks were held, in words; manner, outcome:
+    how the process was treated, and what came of it, for a person; facts: the same for a program."""
 
     lasted: float
     held: str
@@ -97,8 +97,8 @@ def record(make: Callable[..., Session], pid: int, timing: Timing, notes: Notes)
         removal = installation.remove()
     notes.progress("unwinding")
     return session.recording(Course(
-        lasted, _held(timing), f"stopped {installation.stops} times, {installation.stop_ms:.1f} ms at most; no tracer was "
-        "attached meanwhile", removal_line(removal), {"stop_ms": round(installation.stop_ms, 3)}))
+        lasted, _held(timing), f"stopped {installation.stops} times, {installation.stop_ms:.1f} ms at most; no tracer "
+        "was attached meanwhile", removal_line(removal), {"stop_ms": round(installation.stop_ms, 3)}))
 
 
 def _held(timing) -> str:
@@ -122,8 +122,8 @@ def _watch(session, seconds, what, progress, begin=lambda: None) -> float:
 
 def record_command(make: Callable[..., Session], text: str, keeps_output: bool, timing: Timing,
                    notes: Notes) -> Recording:
-    """Start the command `text` and record it from its start, and each program that it becomes; until it ends, or so long,
-    and end it. make: as for `record`. Raises LiveError. Ctrl-C ends the window early."""
+    """Start the command `text` and record it from its start, and each program that it becomes; until it ends, or so
+    long, and end it. make: as for `record`. Raises LiveError. Ctrl-C ends the window early."""
     with follow.Command(text, keeps_output) as command:
         recorder = _Starts(command.pid, make, timing, notes)
         try:
@@ -231,17 +231,11 @@ class _HeldStop(ptrace.Stopped):
 
     def __enter__(self):
         super().__enter__()
-        for tid in self.threads:        # from that other stop, to the one that was asked for
-            self._go(tid)
-        return self
-
-    def _go(self, tid):
-        """Let a thread go on to its next stop."""
-        ptrace.ptrace(ptrace.PTRACE_CONT, tid)
-        del self._stops[tid]
-        pending = {tid}
+        pending = set(self.threads)
+        self.release()                  # from that other stop, to the one that was asked for
         while pending:
             self._collect(pending)
+        return self
 
     def release(self):
         """Let all threads go on."""

@@ -300,7 +300,8 @@ class _Rest:
             if at < start:
                 parts.append(_whole(at, start, "reserved without access", NO_ACCESS, NO_ACCESS))
             if start < end:
-                parts.append(_whole(start, end, "anonymous, without access now", "no access now", UNEXPLAINED, UNEXPLAINED))
+                parts.append(_whole(start, end, "anonymous, without access now", "no access now", UNEXPLAINED,
+                                    UNEXPLAINED))
             at = end
         return parts
 

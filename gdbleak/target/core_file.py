@@ -138,8 +138,8 @@ def _missing(note: bytes) -> list[str]:
         size = int(match[2], 16) - int(match[1], 16) if match else 0
         if size > 0 and (match[3] in found or len(found) < _REASONS):        # else it is damaged
             found.setdefault(match[3], []).append(size)
-    return [f"{sum(sizes):,} bytes in {len(sizes):,} stretch{'es' * (len(sizes) != 1)} of memory were not copied from the "
-            f"process: {reason}" for reason, sizes in found.items()]
+    return [f"{sum(sizes):,} bytes in {len(sizes):,} stretch{'es' * (len(sizes) != 1)} of memory were not copied from "
+            f"the process: {reason}" for reason, sizes in found.items()]
 
 
 def _aligned(space: AddressSpace, offset: int, start: int, size: int) -> int:

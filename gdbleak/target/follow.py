@@ -130,20 +130,25 @@ class Command:
             raise LiveError("cannot start %s: %s" % (self._words[0], os.strerror(struct.unpack("i", error)[0])))
 
     def end(self, patience=5.0):
-        """Wait for its end when it is about to end, or else end it: politely, then not. Sets `ending`."""
-        for number in (0, signal.SIGTERM, signal.SIGKILL):
-            if number and not self.ending:
-                with contextlib.suppress(ProcessLookupError):
+        """Wait for its end when it is about to end, or else end it: politely, then not; Ctrl-C cuts each wait short.
+        Sets `ending`."""
+        for number in (0, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):      # if the third was cut short
+            with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
+                if number and not self.ending:
                     os.kill(self.pid, number)
-            deadline = time.monotonic() + (patience if number else _GRACE)
-            while not self.ending and time.monotonic() < deadline:
-                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
-                if found is None:
-                    time.sleep(0.01)
-                elif found.si_code == os.CLD_EXITED:
-                    self.ending = "ended with status %d" % found.si_status
-                else:
-                    self.ending = "was ended by signal %d (%s)" % (found.si_status, signal_name(found.si_status))
+                self._wait(patience if number else _GRACE)
+
+    def _wait(self, patience):
+        """Wait so long for its end, and reap it."""
+        deadline = time.monotonic() + patience
+        while not self.ending and time.monotonic() < deadline:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
+            if found is None:
+                time.sleep(0.01)
+            elif found.si_code == os.CLD_EXITED:
+                self.ending = "ended with status %d" % found.si_status
+            else:
+                self.ending = "was ended by signal %d (%s)" % (found.si_status, signal_name(found.si_status))
 
 
 def signal_name(number):

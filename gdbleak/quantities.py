@@ -10,14 +10,18 @@ _NUMBER = re.compile(r"(0x[0-9a-f]+|\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?|b)?$", re.I
 def size(text: str, evaluate=None) -> int:
     """A size in bytes: decimal, hex, `64k`, `2M`, `1.5G`; anything else is left to `evaluate` (GDB's expressions, as
     unsigned 64-bit numbers). Raises ValueError, of a negative one too."""
-    value = number(text, evaluate)
+    value = _number(text, evaluate)
     if value >= 1 << 63:
         raise ValueError(f"{text!r} is no size: it is negative, or too large")
     return value
 
 
-def number(text: str, evaluate=None) -> int:
-    """The same for a number that may be any, an address for one."""
+def address(text: str, evaluate=None) -> int:
+    """An address, written like a size. Raises ValueError."""
+    return _number(text, evaluate)
+
+
+def _number(text, evaluate):
     match = _NUMBER.match(text.strip())
     if match:
         value = int(match[1], 16) if match[1].lower().startswith("0x") else \

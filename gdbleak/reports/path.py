@@ -6,7 +6,7 @@ import numpy as np
 from ..flame import Profile
 from ..graph import native as states
 from ..graph.graph import Groups
-from ..quantities import number
+from ..quantities import address as address_of
 from ..target.target import TargetError
 from .analysis import Analysis
 from .document import Report, Table, count, printable, share
@@ -50,7 +50,7 @@ def describe_row(analysis: Analysis, words: Words, row: int, address: int) -> st
 
 # -- one address -------------------------------------------------------------------------------------------------------
 def _of_one(analysis: Analysis, arguments) -> Report:
-    address = number(arguments.address, arguments.evaluate)
+    address = address_of(arguments.address, arguments.evaluate)
     row = row_at(analysis, address)
     process, words = analysis.process, Words(analysis)
     report = analysis.open_report("leak-path")

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from ..quantities import number, size
+from ..quantities import address as address_of, size
 from ..flame import Profile
 from ..heaps import nginx_layouts as layouts
 from ..heaps.nginx_pool import KINDS, Nginx, Pool
@@ -30,7 +30,7 @@ def run(analysis: Analysis, arguments) -> Report:
     report = analysis.open_report("leak-pools")
     analysis.say_glibc(report)
     if arguments.address:
-        _one(report, nginx, number(arguments.address, arguments.evaluate), arguments)
+        _one(report, nginx, address_of(arguments.address, arguments.evaluate), arguments)
         return report
     kinds = nginx.kinds()
     _say_nginx(report, analysis, nginx)

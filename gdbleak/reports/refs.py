@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..flame import Profile
-from ..quantities import number
+from ..quantities import address as address_of
 from .analysis import Analysis
 from .document import Report, Table, printable
 from .path import describe_row, row_at
@@ -22,7 +22,7 @@ def run(analysis: Analysis, arguments) -> Report:
 
 
 def _of_one(analysis: Analysis, arguments) -> Report:
-    address = number(arguments.address, arguments.evaluate)
+    address = address_of(arguments.address, arguments.evaluate)
     row = row_at(analysis, address)
     process, words = analysis.process, Words(analysis)
     report = analysis.open_report("leak-refs")

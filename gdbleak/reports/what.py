@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..quantities import number
+from ..quantities import address as address_of
 from ..heaps import glibc_layouts as layouts
 from ..heaps.blocks import STATES, Region
 from ..heaps.glibc_heap import GlibcHeap
@@ -73,7 +73,7 @@ class Block:
 
 def run(analysis: Analysis, arguments) -> Report:
     """All facts about `address`, the general ones first, the bytes around it last."""
-    address = number(arguments.address, arguments.evaluate)
+    address = address_of(arguments.address, arguments.evaluate)
     if not 0 <= address < 1 << 64:
         raise ValueError(f"{arguments.address} is no address: it does not fit into 64 bits")
     target, facts = analysis.target, Facts()

@@ -116,13 +116,16 @@ def test_walk_of_many_chunks(contents):
         places = random.choice(begin[100:-1], damaged, replace=False)
         words[places + 1] = random.choice(np.array(DAMAGED, np.uint64), damaged)
         low, high, room = 1 << 20, (1 << 20) + 8 * len(words), len(words) // 4
-        hole = low + 8 * int(random.choice(begin[1000:]))
-        two = [np.array(column, np.uint64) for column in ((low, hole + 16), (hole, high), (0, hole + 16 - low))]
-        one = [np.array([value], np.uint64) for value in (low, high, 0)]
-        for table in (one, two):
+        cut = int(random.choice(begin[1000:]))
+        middle = low + 8 * cut
+        apart = np.insert(words, cut, [7, 7])                # what is behind the cut lies elsewhere
+        for given, table in ((words, ([low], [high], [0])),
+                             (apart, ([low, middle], [middle, high], [0, middle + 16 - low])),
+                             (words, ([low, middle + 64], [middle, high], [0, middle + 64 - low]))):
+            table = [np.array(column, np.uint64) for column in table]
             for budget in (room, 7000, 300):
                 for start in (0, int(begin[300])):
-                    same(chunks.walk, lambda: (words, *table, low + 8 * start, high, *scratch(room + 3), 3, 2, budget,
+                    same(chunks.walk, lambda: (given, *table, low + 8 * start, high, *scratch(room + 3), 3, 2, budget,
                                                np.zeros(2, np.uint64)), (6, 7, 8, 12))
 
 

@@ -82,6 +82,48 @@ def test_child_of_root():
             assert top == node
 
 
+def check_bfs(begins, targets, seeds, seen):
+    """Both forms reach the same, by the same parents, in the same order; the compiled one in steps as well."""
+    rows, left_out = len(seen), np.flatnonzero(seen)
+
+    def start():
+        marks, order = seen.copy(), np.zeros(rows, np.int32)
+        marks[seeds], order[:len(seeds)] = 1, seeds
+        return begins, targets, 0, len(seeds), 10**9, marks, np.full(rows, -1, np.int32), order
+
+    head, tail = same(graph.bfs, start, (5, 6, 7))
+    assert head == tail
+    whole = networkx.DiGraph(zip(np.repeat(np.arange(rows), np.diff(begins)).tolist(), targets.tolist()))
+    whole.add_nodes_from(range(rows))
+    whole.remove_nodes_from(set(left_out.tolist()) - set(seeds.tolist()))
+    given = start()
+    graph.bfs(*given)
+    expected = networkx.multi_source_dijkstra_path_length(whole, seeds.tolist()) if len(seeds) else {}
+    assert set(given[7][:tail].tolist()) == set(expected)
+    levels = [expected[row] for row in given[7][:tail].tolist()]
+    assert levels == sorted(levels)
+    for row in given[7][len(seeds):tail].tolist():
+        assert expected[int(given[6][row])] == expected[row] - 1 and whole.has_edge(int(given[6][row]), row)
+
+
+def test_breadth_first():
+    random = np.random.default_rng(16)
+    for _ in range(300):
+        nodes, edges = random_graph(random)
+        seen = np.where(random.random(nodes) < 0.1, np.uint8(255), np.uint8(0))
+        seeds = np.flatnonzero((random.random(nodes) < 0.1) & (seen == 0)).astype(np.int32)
+        check_bfs(*csr(nodes, edges), seeds, seen)
+
+
+@pytest.mark.parametrize("shape", ["chain", "star", "random"])
+def test_breadth_first_of_many(shape):
+    """More rows, and more edges, than are looked at in one go."""
+    n, random = 70_000, np.random.default_rng(17)
+    edges = {"chain": zip(range(n - 1), range(1, n)), "star": zip([0] * n, range(n)),
+             "random": random.integers(0, n, (2 * n, 2)).tolist()}[shape]
+    check_bfs(*csr(n, list(edges)), np.zeros(1, np.int32), np.zeros(n, np.uint8))
+
+
 def part_of(random):
     """A random graph, some of its rows, and their numbers."""
     nodes, edges = random_graph(random)

@@ -6,29 +6,62 @@ each edge with its label.
 """
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from . import I64, U8s, I32s, I64s, N32s, U64s, in_python, kernel
 
 _FOUR, _MOST_UNITS = np.uint64(4), np.uint64(1 << 30)
 NATIVE = -(1 << 20)            # a label NATIVE - k: word k of a malloc block, or of a payload
+_PART = 1 << 16                # rows, or edges, at a time
 
 
 def _bfs_array(begins, targets, head, tail, budget, seen, parent, order):
-    """Over lists, and all at once: Python can be interrupted anywhere."""
-    starts, ends = begins.tolist(), targets.tolist()
-    marks, waiting, reached_by = bytearray(seen), order[head:tail].tolist(), []
-    new, by = waiting.append, reached_by.append
-    for row in waiting:                      # it grows
-        for target in ends[starts[row]:starts[row + 1]]:
+    """All at once. Only rows that have edges are gone through one by one (Python can be interrupted anywhere); what they
+    reach, and in which order, is then told for many rows at a time."""
+    inner = begins[1:len(seen) + 1] > begins[:len(seen)]
+    inner &= seen == 0
+    pointing = _in_turn(begins, targets, inner, order[head:tail])
+    behind = np.cumsum(begins[pointing + 1] - begins[pointing], dtype=np.int64)
+    k, n = 0, tail
+    while k < len(pointing):
+        done = behind[k - 1] if k else 0
+        last = max(int(np.searchsorted(behind, done + _PART)), k + 1)
+        part = pointing[k:last]
+        counts = begins[part + 1] - begins[part]
+        source = np.repeat(part, counts)
+        ahead = np.repeat(begins[part] - (behind[k:last] - counts - done), counts)
+        target = targets[ahead + np.arange(len(source))]
+        new = np.flatnonzero(seen[target] == 0)
+        target, source = target[new], source[new]
+        number = np.arange(len(target), dtype=np.int32)
+        parent[target[::-1]] = number[::-1]                  # the first one is written last
+        new = np.flatnonzero(parent[target] == number)
+        target = target[new]
+        seen[target], parent[target], order[n:n + len(new)] = 1, source[new], target
+        n, k = n + len(new), last
+    return n, n
+
+
+def _in_turn(begins, targets, inner, seeds):
+    """The seeds, and then all rows that they reach over `inner` rows alone, breadth first."""
+    starts, kept = array("i", [0]), array("i")               # the edges that lead to such rows
+    for k in range(0, len(inner), _PART):
+        some = begins[k:min(k + _PART, len(inner)) + 1]
+        part = targets[some[0]:some[-1]]
+        mine = inner[part]
+        before = np.append(0, np.cumsum(mine)) + len(kept)
+        starts.frombytes(before[some[1:] - some[0]].astype(np.int32).tobytes())
+        kept.frombytes(part[mine].tobytes())
+    waiting, marks = array("i", seeds.tobytes()), bytearray(len(inner))
+    new = waiting.append
+    for row in waiting:                                      # it grows
+        for target in kept[starts[row]:starts[row + 1]]:
             if not marks[target]:
                 marks[target] = 1
                 new(target)
-                by(row)
-    seen[:] = np.frombuffer(marks, np.uint8)
-    order[head:head + len(waiting)] = waiting
-    parent[waiting[tail - head:]] = reached_by
-    return head + len(waiting), head + len(waiting)
+    return np.frombuffer(waiting, np.int32)
 
 
 @kernel(_bfs_array)

@@ -23,16 +23,8 @@ def _bfs_array(begins, targets, head, tail, budget, seen, parent, order):
     inner = begins[1:len(seen) + 1] > begins[:len(seen)]
     inner &= seen == 0
     pointing = _in_turn(begins, targets, inner, order[head:tail])
-    behind = np.cumsum(begins[pointing + 1] - begins[pointing], dtype=np.int64)
-    k, n = 0, tail
-    while k < len(pointing):
-        done = behind[k - 1] if k else 0
-        last = max(int(np.searchsorted(behind, done + _PART)), k + 1)
-        part = pointing[k:last]
-        counts = begins[part + 1] - begins[part]
-        source = np.repeat(part, counts)
-        ahead = np.repeat(begins[part] - (behind[k:last] - counts - done), counts)
-        target = targets[ahead + np.arange(len(source))]
+    n = tail
+    for source, target in _edges_of(begins, targets, pointing):
         new = np.flatnonzero(seen[target] == 0)
         target, source = target[new], source[new]
         number = np.arange(len(target), dtype=np.int32)
@@ -40,8 +32,22 @@ def _bfs_array(begins, targets, head, tail, budget, seen, parent, order):
         new = np.flatnonzero(parent[target] == number)
         target = target[new]
         seen[target], parent[target], order[n:n + len(new)] = 1, source[new], target
-        n, k = n + len(new), last
+        n += len(new)
     return n, n
+
+
+def _edges_of(begins, targets, rows):
+    """(sources, targets) of the edges of `rows`, some rows at a time."""
+    behind = np.cumsum(begins[rows + 1] - begins[rows], dtype=np.int64)
+    k = 0
+    while k < len(rows):
+        done = behind[k - 1] if k else 0
+        last = max(int(np.searchsorted(behind, done + _PART)), k + 1)
+        part = rows[k:last]
+        counts = begins[part + 1] - begins[part]
+        ahead = np.repeat(begins[part] - (behind[k:last] - counts - done), counts)
+        yield np.repeat(part, counts), targets[ahead + np.arange(len(ahead))]
+        k = last
 
 
 def _in_turn(begins, targets, inner, seeds):
@@ -86,20 +92,13 @@ def bfs(begins: N32s, targets: N32s, head: I64, tail: I64, budget: I64, seen: U8
 
 
 def _spread_array(begins, targets, seeds, mark, budget, seen, waiting, depth):
-    """Over lists, and all at once: Python can be interrupted anywhere."""
-    starts, ends, marks, stack = begins.tolist(), targets.tolist(), bytearray(seen), waiting[:depth].tolist()
-    for row in seeds.tolist():
-        if not marks[row]:
-            marks[row] = mark
-            stack.append(row)
-    pop, push = stack.pop, stack.append
-    while stack:
-        row = pop()
-        for target in ends[starts[row]:starts[row + 1]]:
-            if not marks[target]:
-                marks[target] = mark
-                push(target)
-    seen[:] = np.frombuffer(marks, np.uint8)
+    """All at once, as `_bfs_array`."""
+    new = np.unique(seeds[seen[seeds] == 0])
+    seen[new] = mark
+    inner = begins[1:len(seen) + 1] > begins[:len(seen)]
+    inner &= seen == 0
+    for _, target in _edges_of(begins, targets, _in_turn(begins, targets, inner, np.append(waiting[:depth], new))):
+        seen[target[seen[target] == 0]] = mark
     return 0
 
 

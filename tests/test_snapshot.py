@@ -160,14 +160,17 @@ def test_a_target_that_ends_after_the_fork_is_in_the_core_all_the_same(run, prog
     assert "received" in gdb(program, made.path, "info address received")
 
 
-def test_a_child_that_is_killed_is_told(run, tmp_path):
+@pytest.mark.parametrize("left", [100e6, 1e6])
+def test_a_child_that_is_killed_is_told(run, tmp_path, left):
+    """Also when it is read to the end before anybody can see that it is dead."""
     subject = run("signals", 200)
 
-    def kill_child():
-        child, = children(subject.pid)
-        os.kill(child, signal.SIGKILL)
+    def progress(done, total):
+        if total - done < left:
+            for child in children(subject.pid):
+                os.kill(child, signal.SIGKILL)
     with pytest.raises(live.LiveError, match="the child of process %d was killed .* without --fork" % subject.pid):
-        snapshot_by_fork(subject.pid, str(tmp_path / "core"), lambda done, _: done > 100e6 and kill_child())
+        snapshot_by_fork(subject.pid, str(tmp_path / "core"), progress)
     assert list(tmp_path.iterdir()) == [] and subject.is_running(subject.said[0])
     assert wait_until(lambda: children(subject.pid) == {})
 

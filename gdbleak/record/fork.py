@@ -25,8 +25,8 @@ import time
 from ..target.live import (Capture, Unreadable, is_anonymous, is_constant, is_skipped, joined, mappings, program_files,
                            snapshot, take, vm_flags, without)
 from ..target.processes import all_processes, statistics_of
-from ..target.ptrace import (PTRACE_DETACH, PTRACE_SETOPTIONS, WALL, LiveError, Stopped, hurried, living_thread,
-                             next_stop, ptrace, status_of, threads_of)
+from ..target.ptrace import (PTRACE_DETACH, PTRACE_SETOPTIONS, WALL, LiveError, Stopped, event_message, hurried,
+                             living_thread, next_stop, ptrace, status_of, threads_of)
 from ..target.room import field, memory_groups, memory_left
 from .inject import (CLONE, SLACK, WAIT4, Injection, Unsafe, clean, is_filtered, remains, remove_remains,
                      safe_thread)
@@ -191,6 +191,7 @@ class _ForkedCapture(Capture):
                 now[mapping] = stored, data = known, known
             self._image.allocate(data)
             self._copier.copy(data, child.check, report, processors=1)
+        child.check()
         for piece in self._image.pieces(self._slack, self._slack + SLACK):      # our own stub
             ctypes.memset(piece.local, 0, piece.end - piece.start)
         return now
@@ -210,25 +211,29 @@ class _Child:
 
     def hold(self):
         """Wait until it stands. Raises LiveError."""
-        while self._stop() is None:
-            self._stopped.check_cancelled()
-            time.sleep(0.0001)
+        try:
+            while next_stop(self.pid) is None:
+                self._stopped.check_cancelled()
+                time.sleep(0.0001)
+        except ProcessLookupError:
+            raise self._killed()
         with contextlib.suppress(OSError):
             ptrace(PTRACE_SETOPTIONS, self.pid, 0, _PTRACE_O_EXITKILL)
             with open("/proc/%d/oom_score_adj" % self.pid, "w") as file:
                 file.write("1000")
 
     def check(self):
-        """LiveError when it is there no more, or the copy was cancelled."""
+        """LiveError when it stands no more, or the copy was cancelled. Until then all of its memory was there: this is
+        so as soon as the signal that kills it is sent, long before its parent can see that it is dead."""
         self._stopped.check_cancelled()
-        self._stop()
-
-    def _stop(self):
         try:
-            return next_stop(self.pid)
-        except ProcessLookupError:
-            raise LiveError("the child of process %d was killed while it was copied, perhaps for lack of memory; "
-                            "without --fork none is needed" % self._stopped.pid)
+            event_message(self.pid)
+        except OSError:
+            raise self._killed()
+
+    def _killed(self):
+        return LiveError("the child of process %d was killed while it was copied, perhaps for lack of memory; "
+                         "without --fork none is needed" % self._stopped.pid)
 
     def end(self):
         """Kill it; its parent can reap it then."""

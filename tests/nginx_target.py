@@ -16,10 +16,9 @@ import struct
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 
-from tests.targets import CACHE, CORE_FILTER, ROOT, Capture, Reply, kernel_writes_cores, run_gdb
+from tests.targets import CACHE, CORE_FILTER, ROOT, WAIT, Capture, Reply, kernel_writes_cores, run_gdb, wait_for
 
 BUILD = ROOT / "fixtures" / "nginx" / "build"
 STOCK = Path("/usr/sbin/nginx")
@@ -28,7 +27,6 @@ MODULE = BUILT / "ngx_http_leaky_module.so"
 DEBUG = BUILT / "nginx-debug"
 STRIPPED = BUILT / "nginx-stripped"
 LUA_MODULES = [Path("/usr/lib/nginx/modules", f"{name}_module.so") for name in ("ndk_http", "ngx_http_lua")]
-WAIT = 20  # seconds: anything here takes milliseconds, a loaded machine may need more
 
 LUA_HTTP = "lua_shared_dict counters 1m;"
 LUA_SERVER = """location /dict {
@@ -125,17 +123,6 @@ def ask(commands, captured, no_debug=False):
 def leak_json(command, captured, **options):
     """The items that `command --json` writes about the Capture."""
     return ask([command], captured, **options)[0].items
-
-
-def wait_for(question, what):
-    """Ask until the answer is true; returns the answer."""
-    end = time.monotonic() + WAIT
-    while time.monotonic() < end:
-        answer = question()
-        if answer:
-            return answer
-        time.sleep(0.01)
-    raise TimeoutError(f"waited {WAIT} s for {what}")
 
 
 def free_port():

@@ -7,27 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from gdbleak.target.live import mappings
-from tests.targets import CACHE, PROGRAMS, build, built_name
+from tests.targets import CACHE, PROGRAMS, ROOT, WAIT, build, built_name, wait_for
 
-ROOT = Path(__file__).resolve().parent.parent
-WAIT = 60       # seconds: anything here takes moments, a loaded machine may need more
 GDBLEAK = [sys.executable, "-c", "import sys; from gdbleak.cli import main; sys.exit(main())"]
 KILL_AT = [sys.executable, str(ROOT / "tests" / "kill_at.py")]
-
-
-def wait_for(question, what):
-    """Ask until the answer is true; returns the answer."""
-    end = time.monotonic() + WAIT
-    while time.monotonic() < end:
-        answer = question()
-        if answer:
-            return answer
-        time.sleep(0.01)
-    raise TimeoutError(f"waited {WAIT} s for {what}")
 
 
 def build_as_cxx(source, *flags):

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import tempfile
+import time
 import warnings
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -25,6 +26,7 @@ STATIC = ["plain", "threads", "mapped", "brk_fails", "foreign_sbrk"]
 #: What a kernel core holds beyond the default: ELF headers, and private and shared memory of all kinds.
 CORE_FILTER = 0x37
 TIMEOUT = 120
+WAIT = 60       # seconds: anything that is waited for takes moments, a loaded machine may need more
 
 
 class Unavailable(Exception):
@@ -224,3 +226,14 @@ def run_cli(*args, **options):
     """Run the shell command of the project's environment."""
     return subprocess.run([ROOT / ".venv" / "bin" / "gdbleak", *map(str, args)], capture_output=True,
                           text=True, timeout=TIMEOUT, **options)
+
+
+def wait_for(question, what):
+    """Ask until the answer is true; returns the answer."""
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end:
+        answer = question()
+        if answer:
+            return answer
+        time.sleep(0.01)
+    raise TimeoutError(f"waited {WAIT} s for {what}")

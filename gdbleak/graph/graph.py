@@ -60,6 +60,14 @@ class Groups:
         kernel.sum_groups(self.parent, total)
         return total
 
+    def path(self, group: int) -> list[int]:
+        """The groups from the root down to this one."""
+        found = []
+        while group >= 0:
+            found.append(group)
+            group = int(self.parent[group])
+        return found[::-1]
+
 
 @dataclass
 class Graph:

@@ -282,7 +282,7 @@ def _table_paths(vm: VM, top: int) -> Table:
     tables = np.flatnonzero((groups.kind == kernel.TAB) & (groups.count > 0))
     rows = []
     for group in tables[np.argsort(-groups.bytes[tables], kind="stable")][:max(top, 0)]:
-        path = " => ".join(printable(folded.frame(step), 60) for step in folded.path(int(group)))
+        path = " => ".join(printable(folded.frame(step), 60) for step in folded.groups.path(int(group)))
         rows.append([path if len(path) < 120 else "... " + path[-116:], int(groups.count[group]),
                      int(groups.bytes[group])])
     left = len(tables) - len(rows)

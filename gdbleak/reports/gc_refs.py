@@ -13,6 +13,7 @@ from ..runtimes.luajit_names import Names, prototype_rows
 from .analysis import Analysis
 from .document import Report, Table, printable, share
 from .gc import need_vms, say_vm
+from .groups import add_groups
 from .words import lua_path as path_words, shorten
 
 _PLAIN = (kernel.TAB, kernel.UPVAL)      # what needs no word of its own in a frame
@@ -31,7 +32,8 @@ def run(analysis: Analysis, arguments) -> Report:
     for number, vm in enumerate(vms):
         say_vm(report, analysis, number)
         folded = Folded(vm, arguments.dominators)
-        frames = folded.add_to(profile, [f"VM {number + 1}"] if len(vms) > 1 else [])
+        frames = add_groups(profile, folded.groups, folded.frame, folded.groups.bytes, folded.groups.count,
+                            [*[f"VM {number + 1}"] * (len(vms) > 1), "GC roots"])
         report.say()
         _widest(report, folded, arguments.by)
         report.say()
@@ -90,31 +92,6 @@ class Folded:
         said = path_words(self.names, root, steps)
         at = [k for k, (_, step) in enumerate(steps) if step == above]
         return "(shortest of several ways) " + " => ".join(shorten(said[at[0] + 1:] if at else said, 8))
-
-    def path(self, group: int) -> list[int]:
-        """The groups from the root down to this one."""
-        found = []
-        while group >= 0:
-            found.append(group)
-            group = int(self.groups.parent[group])
-        return found[::-1]
-
-    def add_to(self, profile: Profile, prefix: list[str]) -> int:
-        """Add every group to a profile, the smallest ones under their parent; how many frames were made."""
-        groups = self.groups
-        least = int(groups.bytes.sum()) // 100_000
-        stacks: dict[int, list[str]] = {}
-        for group in range(len(groups)):
-            parent = int(groups.parent[group])
-            if parent < 0:
-                stacks[group] = prefix + ["GC roots", self.frame(group)]
-            elif int(groups.below[group]) < least and parent in stacks:
-                stacks[group] = stacks[parent] + ["(small)"] if stacks[parent][-1] != "(small)" else stacks[parent]
-            else:
-                stacks[group] = stacks[parent] + [self.frame(group)]
-            if groups.count[group]:
-                profile.add(stacks[group], int(groups.bytes[group]), int(groups.count[group]))
-        return len(stacks)
 
 
 def _weight(folded: Folded, by: str) -> np.ndarray:

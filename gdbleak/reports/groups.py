@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Callable, Sequence
 
 import numpy as np
 
@@ -86,30 +87,30 @@ class Folded:
             return "blocks"
         return name.replace("size ", "block of ") if name.startswith("size ") else name
 
-    def path(self, group: int) -> list[int]:
-        """The groups from the place down to this one."""
-        found = []
-        while group >= 0:
-            found.append(group)
-            group = int(self.groups.parent[group])
-        return found[::-1]
-
     def path_words(self, group: int) -> list[str]:
         """The frames of a path."""
-        return [self.frame(one) for one in self.path(group)]
+        return [self.frame(one) for one in self.groups.path(group)]
 
     def add_to(self, profile: Profile, weights: np.ndarray, counts: np.ndarray) -> None:
-        """Add every group with a weight (int64 over groups: bytes, counts) to a profile; the small ones under their parent."""
-        total = self.groups.summed(weights)
-        least = int(weights.sum()) // 100_000
-        stacks: dict[int, list[str]] = {}
-        for group in np.flatnonzero(total).tolist():
-            parent = int(self.groups.parent[group])
-            if parent < 0:
-                stacks[group] = [self.frame(group)]
-            elif int(total[group]) < least:
-                stacks[group] = stacks[parent] + ["(small)"] if stacks[parent][-1] != "(small)" else stacks[parent]
-            else:
-                stacks[group] = stacks[parent] + [self.frame(group)]
-            if counts[group]:
-                profile.add(stacks[group], int(weights[group]), int(counts[group]))
+        """Add every group with a weight (int64 over groups: bytes, counts) to a profile."""
+        add_groups(profile, self.groups, self.frame, weights, counts)
+
+
+def add_groups(profile: Profile, groups: Groups, frame: Callable[[int], str], weights: np.ndarray, counts: np.ndarray,
+               prefix: Sequence[str] = ()) -> int:
+    """Add every group with a weight (int64 over groups: bytes, counts) to a profile, by its frames from the root on behind
+    `prefix`, the small ones under their parent; how many groups that were."""
+    total = groups.summed(weights)
+    least = int(weights.sum()) // 100_000
+    stacks: dict[int, list[str]] = {}
+    for group in np.flatnonzero(total).tolist():
+        parent = int(groups.parent[group])
+        if parent < 0:
+            stacks[group] = [*prefix, frame(group)]
+        elif int(total[group]) < least:
+            stacks[group] = stacks[parent] + ["(small)"] if stacks[parent][-1] != "(small)" else stacks[parent]
+        else:
+            stacks[group] = stacks[parent] + [frame(group)]
+        if counts[group]:
+            profile.add(stacks[group], int(weights[group]), int(counts[group]))
+    return len(stacks)

@@ -12,8 +12,6 @@ from ..reports.document import VERSION
 from ..several import add_under, table, total
 from ..target.processes import choose
 from ..target.ptrace import LiveError
-from . import session
-from .session import Notes, Timing
 
 _SECONDS = 5.0          # of the window by default
 NO_SUMS = ("mean", "interval", "seconds", "stop_ms")      # numbers that do not add up over processes
@@ -57,9 +55,10 @@ def _one(word: str, chosen, processes: list, terminal) -> int:
 
 def _command(word: str, chosen, terminal) -> int:
     """Start the command and record it."""
+    from . import session                       # not when GDB asks for the options: this brings NumPy
     report = session.record_command(
         _maker(word, chosen), chosen.command, keeps_output="-" not in (chosen.json, chosen.flame),
-        timing=_timing(chosen), notes=Notes(terminal.note, terminal.progress)).report(chosen.top)
+        timing=_timing(chosen), notes=session.Notes(terminal.note, terminal.progress)).report(chosen.top)
     _show(report.text(), report.json(), report.profile, chosen, terminal)
     return DONE
 
@@ -109,7 +108,8 @@ def _record(word, chosen, pid, terminal):
     if getattr(chosen, "exact", False):
         from . import exact
         return exact.record(pid, _options(chosen), terminal.note, terminal.progress)
-    return session.record(_maker(word, chosen), pid, _timing(chosen), Notes(terminal.note, terminal.progress))
+    from . import session
+    return session.record(_maker(word, chosen), pid, _timing(chosen), session.Notes(terminal.note, terminal.progress))
 
 
 def _maker(word, chosen):
@@ -121,7 +121,8 @@ def _maker(word, chosen):
     return partial(Sampling, _options(chosen))
 
 
-def _timing(chosen) -> Timing:
+def _timing(chosen):
+    from .session import Timing
     grace = getattr(chosen, "grace", 0.0)
     return Timing(chosen.seconds, (chosen.seconds or 0.0) / 10 if grace is None else grace)
 

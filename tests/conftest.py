@@ -1,4 +1,5 @@
 """Options of the test run, and captures that tests share."""
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A run in the background may have inherited that these are ignored, and all that it starts would inherit it, too.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL),
+                            (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
     for name, text in OPTIONS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
 

@@ -59,18 +59,13 @@ def rates(*flags, cxx=False):
     return build_as_cxx("record_rates", *flags) if cxx else build("record_rates", *flags).path
 
 
-def heed_interrupts():
-    """What is started in the background may have inherited that Ctrl-C is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Recorder:
     """The shell command on a process, as a process of its own."""
 
     def __init__(self, word, pid, *options, through=GDBLEAK, **settings):
         self.process = subprocess.Popen([*through, word, "-p", str(pid), *map(str, options)], cwd=ROOT,
                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True, preexec_fn=heed_interrupts, **settings)
+                                        text=True, **settings)
         self.notes = []
         self.began = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)

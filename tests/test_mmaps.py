@@ -1,4 +1,5 @@
 """What live processes map and do not unmap, against what the processes say."""
+import numpy as np
 import pytest
 
 from gdbleak.record import agent, mmaps
@@ -69,3 +70,51 @@ def test_replay_of_parts():
     assert left(grows, start_break=0x1000) == [(0x1000, 0x5000, 4)]
     assert left(grows, shrinks, start_break=0x1000) == [(0x1000, 0x2000, 4)]
     assert left(shrinks, start_break=0x4000) == []
+
+
+class Records:
+    """What the agent would have written into a ring, for `mmaps._Ring`: its installation and its memory."""
+    room = 0
+
+    def __init__(self):
+        self.memory = self
+        self.slots, self.taken = {}, 0
+
+    def add(self, kind, *arguments, result=0):
+        row = np.zeros(1, agent.SLOT)
+        row["kind"], row["pointer"], row["ready"], row["stack_length"] = kind, result, self.taken + 1, 64
+        row["before"], row["after"] = 2 * self.taken, 2 * self.taken + 1
+        words = np.array(arguments + (0,) * (6 - len(arguments)), np.uint64)
+        data = row.tobytes() + bytes(mmaps.SLOT_BYTES - agent.SLOT.itemsize - words.nbytes) + words.tobytes()
+        self.slots[self.taken % mmaps.SLOTS * mmaps.SLOT_BYTES] = data
+        self.taken += 1
+
+    def read(self, what, size=None):
+        return self.taken if what == "taken" else self.slots[what]
+
+    def write(self, *_):
+        pass
+
+
+def test_what_leaves_nothing_behind_is_not_kept():
+    """A window of any length fits into memory, and what stays is the same."""
+    records, expected = Records(), []
+    ring = mmaps._Ring(records)
+    for k in range(20_000):
+        at = 0x10000000 + k % 7 * 16 * PAGE
+        records.add(agent.MMAP, 0, 2 * PAGE, 3, 0x22, result=at)
+        if k % 1000 == 500:                                 # one stays, of another only a part, one is moved
+            records.add(agent.MMAP, 0, 3 * PAGE, 3, 0x22, result=0x20000000 + k * PAGE)
+            records.add(agent.MUNMAP, at, PAGE)
+            records.add(agent.MREMAP, at + PAGE, PAGE, PAGE, 1, result=0x30000000 + k * PAGE)
+            expected += [(0x20000000 + k * PAGE, 3 * PAGE), (0x30000000 + k * PAGE, PAGE)]
+        else:
+            records.add(agent.MUNMAP, at, 2 * PAGE)
+        if k % 100 == 0:
+            ring.drain()
+    ring.drain()
+    assert ring.count == records.taken == 40_040
+    assert len(ring.events) < 2 * mmaps.SLOTS and len(ring.stacks) < len(ring.events)
+    pieces = list(mmaps.replay(list(ring.events.values()), 0))
+    assert [(piece.start, piece.end - piece.start) for piece in pieces] == sorted(expected)
+    assert all(piece.stack in ring.stacks for piece in pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import bisect
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ _ARGUMENTS = 48         # bytes at the end of a slot
 _STACK_BYTES = SLOT_BYTES - agents.SLOT.itemsize - _ARGUMENTS
 _LOOK = 0.02            # seconds between two readings of the ring
 _PAGE, _HUGE = 4096, 2 << 20
-_ANONYMOUS, _NORESERVE, _STACK, _HUGETLB, _DONTUNMAP = 0x20, 0x4000, 0x20000, 0x40000, 4
+_FIXED, _ANONYMOUS, _NORESERVE, _STACK, _HUGETLB, _DONTUNMAP = 0x10, 0x20, 0x4000, 0x20000, 0x40000, 4
 _FAILED = (1 << 64) - 1
 HEAP, ARENA, BLOCK, THREAD, ANONYMOUS = "malloc's heap", "malloc arena", "malloc block", "thread stack", "anonymous"
 BREAK = "heap by brk"
@@ -136,14 +136,17 @@ def _rounded(size: int, flags: int = 0) -> int:
 
 
 class _Ring:
-    """The records that the agent writes, in order."""
+    """The records that the agent writes, in order: `count` calls that succeeded. Of those that still matter, by number:
+    `events`, and the `rows` (agent.SLOT) and `stacks` of those that map."""
 
     def __init__(self, installation: Installation):
         self._installation = installation
-        self._tail = 0
-        self.rows: list[bytes] = []
-        self.stacks: list[bytes] = []
-        self.events: list[Event] = []
+        self._tail = self.count = 0
+        self.rows: dict[int, bytes] = {}
+        self.stacks: dict[int, bytes] = {}
+        self.events: dict[int, Event] = {}
+        self._whole: dict[int, tuple[int, int]] = {}        # start -> (end, number) of a mapping that nothing has touched
+        self._over: deque[tuple[int, int]] = deque()        # numbers of a mmap and of the munmap of just that
 
     def drain(self) -> None:
         """Take what has been written. OSError when the process is gone."""
@@ -168,9 +171,35 @@ class _Ring:
         if kind == agents.BRK and not arguments[0]:     # it only asks
             return
         length = min(int(row["stack_length"]), _STACK_BYTES) & ~7
-        self.events.append(Event(int(row["before"]), int(row["after"]), kind, arguments, result, len(self.rows)))
-        self.rows.append(row.tobytes())
-        self.stacks.append(data[agents.SLOT.itemsize:agents.SLOT.itemsize + length])
+        number = self.count
+        self.count += 1
+        event = self.events[number] = Event(int(row["before"]), int(row["after"]), kind, arguments, result, number)
+        if kind != agents.MUNMAP:
+            self.rows[number] = row.tobytes()
+            self.stacks[number] = data[agents.SLOT.itemsize:agents.SLOT.itemsize + length]
+        self._pair(event)
+        self._forget()
+
+    def _pair(self, event):
+        """Note a mapping that is unmapped just as it was mapped."""
+        start, size, _, flags = event.arguments[:4]
+        if event.kind == agents.MMAP and not flags & _FIXED:
+            self._whole[event.result] = event.result + _rounded(size, flags), event.stack
+        elif event.kind == agents.MUNMAP:
+            end, number = self._whole.pop(start, (0, 0))
+            if end == start + _rounded(size) and self.events[number].after < event.before:
+                self._over.append((number, event.stack))
+            else:
+                self._whole.clear()             # it may be a part of any
+        elif event.kind != agents.BRK:
+            self._whole.clear()
+
+    def _forget(self):
+        """Forget such pairs, which leave nothing behind, or the stacks of some seconds could take all memory; not before
+        the calls that were under way meanwhile have been read, too."""
+        while self._over and self._over[0][1] < self.count - SLOTS:
+            mapped, unmapped = self._over.popleft()
+            del self.events[mapped], self.events[unmapped], self.rows[mapped], self.stacks[mapped]
 
 
 def record(pid: int, seconds: float, note: Callable[[str], None], progress: Callable[[str], None]) -> Recording:
@@ -208,7 +237,7 @@ class MappingCalls(session.Session):
 
     def look(self) -> str:
         self._ring.drain()
-        return f", {len(self._ring.events):,} calls"
+        return f", {self._ring.count:,} calls"
 
     def collect(self) -> None:
         self.installation.write("state", agents.PASSIVE, 4)
@@ -223,16 +252,16 @@ class MappingCalls(session.Session):
         recording = Recording(
             "mmaps", self.pid, f"Mmap Leak Flame Graph for {self.name} ({course.lasted:.3g} seconds sampling)",
             f"Mapped in {course.lasted:.3g} s and not unmapped {course.held}. Every call through libc.", noun="mappings")
-        kept = _still_there(replay(ring.events, self._start_break), after)
+        kept = _still_there(replay(list(ring.events.values()), self._start_break), after)
         _name(recording, kept, ring, self.unwinder, self._heaps)
         unseen = _unseen(self._before, after, kept)
-        recording.facts = [f"pid {self.pid}: {len(ring.events):,} calls that succeeded", course.manner, course.outcome]
+        recording.facts = [f"pid {self.pid}: {ring.count:,} calls that succeeded", course.manner, course.outcome]
         if unseen:
             recording.facts.append(f"{unseen:,} bytes more were mapped otherwise: by the dynamic linker, or by system "
                                    "calls that go past libc")
         if self._dropped:
             recording.partial.append(f"{self._dropped:,} calls were lost: they came faster than they could be read")
-        recording.numbers = {"seconds": round(course.lasted, 3), "calls": len(ring.events), "dropped": self._dropped,
+        recording.numbers = {"seconds": round(course.lasted, 3), "calls": ring.count, "dropped": self._dropped,
                              "unseen": unseen, **course.facts}
         return recording
 
@@ -283,13 +312,13 @@ def _unseen(before, after, kept) -> int:
 
 def _name(recording, kept, ring, unwinder, heaps):
     """Fill the recording with the pieces' stacks, and its table with the mappings."""
-    rows = np.frombuffer(b"".join(ring.rows), agents.SLOT)
     kept = [(piece, mapping) for piece, mapping in kept if piece.stack != BEFORE]
     wanted = sorted({piece.stack for piece, _ in kept})
+    rows = np.frombuffer(b"".join(ring.rows[index] for index in wanted), agents.SLOT)
     words = np.zeros((len(wanted), _STACK_BYTES // 8), np.uint64)
     for k, index in enumerate(wanted):
         words[k, :len(ring.stacks[index]) // 8] = np.frombuffer(ring.stacks[index], np.uint64)
-    found = dict(zip(wanted, unwinder.unwind(Stacks(rows[wanted], words)))) if wanted else {}
+    found = dict(zip(wanted, unwinder.unwind(Stacks(rows, words)))) if wanted else {}
     lines = defaultdict(int)
     for piece, mapping in kept:
         frames = unwinder.frames(found[piece.stack])

@@ -1,14 +1,16 @@
 """The memory leak flame graph of live processes, against what the processes say they leaked."""
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 
-from gdbleak.record import agent
+from gdbleak.record import agent, exact, sample
 from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
 from tests.record_target import (GDBLEAK, Recorder, Subject, by_site, changed_text, check_as_found, guards, rates,
@@ -52,6 +54,31 @@ def test_exact_equals_the_truth(subject):
     deep = next(frames for frames, _ in stacks if frames[-1].startswith("leak_deep"))
     assert sum(frame.startswith("leak_deep") for frame in deep) == 41
     assert any(frame.startswith("one_round") for frame in deep) and any(frame.startswith("work") for frame in deep)
+
+
+def test_exact_with_more_blocks_than_stacks_are_kept_of(monkeypatch):
+    """They are unwound on the way, and come out the same."""
+    monkeypatch.setattr(exact, "_MOST_STACKS", 40)
+    unwound = []
+    original = exact._Recorder.unwind
+    monkeypatch.setattr(exact._Recorder, "unwind", lambda *given: unwound.append(1) or original(*given))
+    with Subject(rates("-O2")) as subject:
+        subject.line()
+        answer = []
+
+        def end_when_done():
+            answer.append(json.loads(subject.line()))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def begin(_):
+            subject.say("go 4 100 50")
+            threading.Thread(target=end_when_done).start()
+        recording = exact.record(subject.pid, sample.Options(seconds=600, grace=0.2), begin, lambda line: None)
+        truth = leaked(answer[0])
+        found = by_site([(site.frames, site.bytes) for site in recording.sites.values()], truth)
+        assert {site: found.get(site) for site in truth} == {site: size for site, (size, _) in truth.items()}
+        assert len(unwound) > 2
+        check_as_found(subject.pid)
 
 
 def test_sampled_shares(subject):

@@ -26,6 +26,7 @@ from .session import removal_line
 from .unwind import Stacks, Unwinder
 
 _PAGE = 4096
+_MOST_STACKS = 1 << 14  # copied stacks that are kept until they are unwound: 135 MB
 # On a breakpoint (si_code 0x80) of this page: return. Else do what the program has asked for: call its handler, ignore,
 # or (SIG_DFL) reset the action and send the signal again.
 #   cmpl $0x80, 8(%rsi); jne 3f; mov 168(%rdx), %rax; lea page(%rip), %rcx; sub %rcx, %rax; cmp $0x1000, %rax; jb 1f
@@ -167,6 +168,14 @@ class _Tracer(ptrace.Stopped):
             self._collect(pending)
 
 
+class _Block:
+    """One that is not released: its size, and `frames`, outermost first, or yet row and stack to make them of."""
+    __slots__ = ("size", "row", "stack", "frames")
+
+    def __init__(self, size: int, row: bytes, stack: bytes):
+        self.size, self.row, self.stack, self.frames = size, row, stack, ()
+
+
 class _Recorder:
     """Follows the calls: which blocks of the window are not released."""
 
@@ -175,7 +184,9 @@ class _Recorder:
         self.page = installation.base
         self.stops = stops
         self.internal = internal
-        self.live: dict[int, tuple] = {}        # address -> (size, row, stack)
+        self.live: dict[int, _Block] = {}       # by address
+        self._known: dict[tuple, tuple] = {}        # frames, each once
+        self._raw = 0                               # stacks that came in since they were unwound
         self.calls: dict[int, list[_Call]] = {}     # thread -> calls that have begun; realloc calls malloc
         self.count = 0
 
@@ -205,7 +216,25 @@ class _Recorder:
         if call.held is not None and not pointer and size:
             self.live[call.arguments[0]] = call.held            # realloc failed
         if pointer and call.counts and not self._is_internal(call):
-            self.live[pointer] = (size, call.row, call.stack)
+            self.live[pointer] = _Block(size, call.row, call.stack)
+            self._raw += 1
+            if self._raw > _MOST_STACKS:
+                self._raw = sum(not block.frames for block in self.live.values())
+                if self._raw > _MOST_STACKS // 2:
+                    self.unwind(Process(self.memory))
+
+    def unwind(self, process: Process) -> None:
+        """Have `frames` in the place of copied stacks: of many blocks these would fill the memory."""
+        waiting = [block for block in self.live.values() if not block.frames]
+        rows = np.frombuffer(b"".join(block.row for block in waiting), agents.SLOT)
+        words = np.zeros((len(waiting), sample.STACK_BYTES // 8), np.uint64)
+        for k, block in enumerate(waiting):
+            words[k, :len(block.stack) // 8] = np.frombuffer(block.stack, np.uint64)
+        unwinder = Unwinder(process)
+        for block, addresses in zip(waiting, unwinder.unwind(Stacks(rows, words))):
+            frames = tuple(unwinder.frames(addresses))
+            block.frames, block.row, block.stack = self._known.setdefault(frames, frames), b"", b""
+        self._raw = 0
 
     def _outcome(self, call, result):
         a, b, c = call.arguments
@@ -258,16 +287,15 @@ def record(pid: int, options: sample.Options, note: Callable[[str], None],
         recorder = _Recorder(installation, breakpoints.stops(installation.base), internal)
         seconds, user = _trace(installation, recorder, options, note, progress)
         process = Process(target.memory)
-        unwinder = Unwinder(process)
-        for image in process.images:
-            image.elf
-        name = process.name
+        for each in process.images:
+            each.keep()
     except OSError as error:
         raise installation.failure(error) from None
     finally:
         removal = installation.remove()
     progress("unwinding")
-    return _recording(pid, name, options, seconds, recorder, unwinder, installation, removal, before, user / seconds)
+    recorder.unwind(process)
+    return _recording(pid, process.name, options, seconds, recorder, removal, before, user / seconds)
 
 
 def _settings(installation) -> dict[str, bytes]:
@@ -352,19 +380,14 @@ def _user_seconds_a_second(pid: int, seconds: float = 0.5) -> float:
         raise LiveError(f"process {pid} has ended") from None
 
 
-def _recording(pid, name, options, seconds, recorder, unwinder, installation, removal, before, during) -> Recording:
+def _recording(pid, name, options, seconds, recorder, removal, before, during) -> Recording:
     what = "Nginx Pool" if options.pools else "Memory"
     recording = Recording(
         "sample", pid, f"{what} Leak Flame Graph for {name} ({seconds:.3g} seconds, every call)",
         f"Allocated in {seconds:.3g} s and not released within {options.grace:g} s more.",
         noun="pools" if options.pools else "blocks")
-    live = list(recorder.live.values())
-    rows = np.frombuffer(b"".join(row for _, row, _ in live), agents.SLOT)
-    words = np.zeros((len(live), sample.STACK_BYTES // 8), np.uint64)
-    for k, (_, _, stack) in enumerate(live):
-        words[k, :len(stack) // 8] = np.frombuffer(stack, np.uint64)
-    for (size, _, _), addresses in zip(live, unwinder.unwind(Stacks(rows, words))):
-        recording.add(tuple(unwinder.frames(addresses)), size)
+    for block in recorder.live.values():
+        recording.add(block.frames, block.size)
     if before < 0.02:
         slowdown = "the process hardly ran before, so how much it was slowed down is not known"
     elif during > 0:

@@ -13,7 +13,7 @@ SLOW = ["openresty", "openresty-gc32", "debian-sysmalloc"]
 BUILDS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 #: Way of behind.lua -> the steps behind the holder, the nearest first.
 STEPS = {"string": ["(copy-on-write)"], "cdata": ["(copy-on-write)"], "dict": ["(dict)", "[*]"],
-         "metatable": ["(metatable dict)", "[*]", ".__name"], "memory": [], "library": ["(environment)", ".cos"]}
+         "metatable": ["(metatable dict)", "[*]", ".__name"], "memory": [], "clib": ["(environment)", ".cos"]}
 BUFFER, LIBRARY = "userdata string.buffer", "userdata ffi.load libm.so.6"
 
 
@@ -64,7 +64,7 @@ def test_way_is_named(answers, name, way):
     for depth, address in enumerate([told["holder"], *told["behind"]]):
         rows = table(paths[address].items, "from the root down")[1:]
         assert [row[1] for row in rows[len(rows) - depth - 2:]] == [".held", f".{way}", *STEPS[way][:depth]]
-    assert rows[len(rows) - len(STEPS[way]) - 1][2] == (LIBRARY if way == "library" else BUFFER)
+    assert rows[len(rows) - len(STEPS[way]) - 1][2] == (LIBRARY if way == "clib" else BUFFER)
     # LuaJIT's own count fell by this when the twin went.
     assert sum(int(row[4]) for row in rows[-len(STEPS[way]) - 1:]) == told["bytes"]
 

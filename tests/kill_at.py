@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gdbleak.record import guard, inject, tracee        # noqa: E402
-from gdbleak.target import ptrace               # noqa: E402
+from gdbleak.target import follow, ptrace       # noqa: E402
 
 steps = 0
 
@@ -39,7 +39,7 @@ def step(number):
 
 def die_at(number):
     """Die at that step of this process; 0: never."""
-    ptrace.ptrace = inject.ptrace = cut(ptrace.ptrace, number)
+    ptrace.ptrace = follow.ptrace = inject.ptrace = cut(ptrace.ptrace, number)
     tracee.Memory.write = cut(tracee.Memory.write, number)
     guard.Guard._ask = cut(guard.Guard._ask, number)
 

@@ -94,6 +94,19 @@ def test_leaks_of_a_command_equal_the_truth(flags, tmp_path):
     assert re.fullmatch(r"recording process \d+ until it ends\n", errors)
 
 
+@pytest.mark.parametrize("flags", [("-O2",), ("-O2", "-static")])
+def test_every_call_of_a_command_equals_the_truth(flags, tmp_path):
+    items, stacks, output, _ = recorded("sample", rates(*flags), tmp_path, "--exact", said="go 4 300 0\nquit\n")
+    answer = json.loads(output.splitlines()[1])
+    truth = {site: numbers[0] for site, numbers in answer.items() if site.startswith("leak_")}
+    found = by_site(stacks, truth)
+    assert {site: found.get(site) for site in truth} == truth
+    told = totals(items)
+    assert told["mode"] == "exact" and told["interval"] == 0 and told["ending"] == "ended with status 0"
+    assert told["bytes"] == sum(truth.values()) + found.get("", 0)
+    assert "recorded from its start, and stopped at each call: how much slower that made it is not known\n" in output
+
+
 @pytest.mark.parametrize("flags", [("-O2",), ("-O1", "-static")])
 def test_mappings_of_a_command_equal_the_truth(flags, tmp_path):
     items, stacks, output, _ = recorded("mmaps", build("record_maps", *flags).path, tmp_path, said="go\nquit\n")
@@ -103,20 +116,25 @@ def test_mappings_of_a_command_equal_the_truth(flags, tmp_path):
     assert totals(items)["dropped"] == 0 and totals(items)["ending"] == "ended with status 0"
 
 
+ALL = pytest.mark.parametrize("mode", [("--every", "1"), ("--exact",)], ids=["sampled", "exact"])
+
+
+@ALL
 @pytest.mark.parametrize("how, ending, lacks", [
     ("7", "ended with status 7", []), ("crash", "was ended by signal 11 (SIGSEGV)", ["after_main"]),
     ("exec", "ended with status 7", [])])
-def test_from_the_first_allocation_to_the_last(early, how, ending, lacks, tmp_path):
+def test_from_the_first_allocation_to_the_last(early, how, ending, lacks, mode, tmp_path):
     """Before main and behind it; whatever ends it; and of the program that it becomes, that alone."""
-    items, stacks, output, errors = recorded("sample", f"{early} {how}", tmp_path, "--every", "1")
+    items, stacks, output, errors = recorded("sample", f"{early} {how}", tmp_path, *mode)
     assert close(by_site(stacks, TRUTH), {site: size for site, size in TRUTH.items() if site not in lacks})
     assert totals(items)["ending"] == ending and f"\nthe command {ending}\n" in output
     assert errors.count("recording process") == (2 if how == "exec" else 1)
 
 
+@ALL
 @pytest.mark.parametrize("wrapper", ["env A=1 %s 7", "sh -c 'exec \"$0\" 7' %s", "nice %s 7"])
-def test_what_a_command_becomes_is_recorded(early, wrapper, tmp_path):
-    items, stacks, _, errors = recorded("sample", wrapper % early, tmp_path, "--every", "1")
+def test_what_a_command_becomes_is_recorded(early, wrapper, mode, tmp_path):
+    items, stacks, _, errors = recorded("sample", wrapper % early, tmp_path, *mode)
     assert close(by_site(stacks, TRUTH), TRUTH)
     assert "runs another program now: that is recorded, from its start\n" in errors
 
@@ -131,7 +149,8 @@ def test_output_of_a_command_is_left_alone(early, tmp_path):
     assert "said\n" in errors and "told\n" in errors
 
 
-@pytest.mark.parametrize("word, options", [("sample", ["--every", "1", "--grace", "0.2"]), ("mmaps", [])])
+@pytest.mark.parametrize("word, options", [("sample", ["--every", "1", "--grace", "0.2"]),
+                                           ("sample", ["--exact", "--grace", "0.2"]), ("mmaps", [])])
 def test_a_command_is_ended_after_the_window(early, word, options, tmp_path):
     items, stacks, output, _ = recorded(word, f"{early} wait", tmp_path, "--seconds", "1", *options)
     assert totals(items)["ending"] == "was ended by signal 15 (SIGTERM)"
@@ -141,9 +160,10 @@ def test_a_command_is_ended_after_the_window(early, word, options, tmp_path):
         assert close(by_site(stacks, TRUTH), {site: TRUTH[site] for site in ("before_main", "in_main")})
 
 
-def test_control_c_ends_the_window(early):
+@ALL
+def test_control_c_ends_the_window(early, mode):
     """As the terminal sends it, to both; the command here ignores it."""
-    process = start("sample", f"sh -c \"trap '' INT; exec {early} wait\"", "--every", "1", "--json", "-")
+    process = start("sample", f"sh -c \"trap '' INT; exec {early} wait\"", *mode, "--json", "-")
     while process.stderr.readline() != "said\n":
         pass
     os.killpg(process.pid, signal.SIGINT)
@@ -169,8 +189,9 @@ def test_control_c_hurries_the_end(early):
     assert ("the command was ended by signal 9 (SIGKILL), after the recording\n" in output) == (process.returncode == 0)
 
 
-def test_the_death_of_the_tool_leaves_a_command_as_it_was(early):
-    process = start("sample", f"{early} wait")
+@ALL
+def test_the_death_of_the_tool_leaves_a_command_as_it_was(early, mode):
+    process = start("sample", f"{early} wait", *mode)
     while process.stderr.readline() != "told\n":
         pass
     pid = running(process, early)
@@ -184,24 +205,26 @@ def test_the_death_of_the_tool_leaves_a_command_as_it_was(early):
         process.communicate()
 
 
-def killed_at(early, who, step):
+def killed_at(early, who, step, mode):
     """Standard error of a recording in which the tool, or its guard, is killed at a step, when all have ended."""
-    process = subprocess.Popen([*KILL_AT, who, str(step), "sample", "-c", f"{early} 0"], cwd=ROOT, text=True,
+    process = subprocess.Popen([*KILL_AT, who, str(step), "sample", "-c", f"{early} 0", *mode], cwd=ROOT, text=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     return process.communicate(timeout=WAIT)[1]
 
 
+@ALL
 @pytest.mark.parametrize("who", ["tool", "guard"])
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_command_survives_the_death_of_the_tool_at_any_step(early, who, part):
+def test_a_command_survives_the_death_of_the_tool_at_any_step(early, who, part, mode):
     """While it is held, injected, patched, followed, and at its end: it goes on, and ends as it does by itself."""
-    steps = int(re.search(r"steps: (\d+)", killed_at(early, "count", 0))[1])
+    steps = int(re.search(r"steps: (\d+)", killed_at(early, "count", 0, mode))[1])
     assert steps > 50
-    for step in range(1 + part, steps + 1, 4 if part else steps // 6):
-        assert killed_at(early, who, step).count("gone\n") == 1, step
+    for step in range(1 + part, steps + 1, max(4, steps // 250) if part else steps // 6):
+        assert killed_at(early, who, step, mode).count("gone\n") == 1, step
 
 
-def test_many_threads_that_come_and_go(tmp_path):
+@ALL
+def test_many_threads_that_come_and_go(mode, tmp_path):
     """Each start of a thread is a stop of the tracer's, none is lost."""
     (tmp_path / "threads.c").write_text(r"""
         #include <pthread.h>
@@ -217,7 +240,7 @@ def test_many_threads_that_come_and_go(tmp_path):
             return 0;
         }""")
     subprocess.run(["gcc", "-O1", "-pthread", "-o", tmp_path / "threads", tmp_path / "threads.c"], check=True)
-    items, stacks, _, _ = recorded("sample", tmp_path / "threads", tmp_path, "--every", "1")
+    items, stacks, _, _ = recorded("sample", tmp_path / "threads", tmp_path, *mode)
     assert close(by_site(stacks, {"leak": 0}), {"leak": 2000 * 500})
     assert totals(items)["ending"] == "ended with status 0"
 
@@ -234,7 +257,7 @@ def refused(*words):
     (["sample", "-c", "no-such-program"], "cannot start no-such-program: No such file"),
     (["mmaps", "-c", ""], "an empty command"), (["sample", "-c", "'x"], "no closing quotation"),
     (["sample", "-c", "true", "-p", "1"], "not allowed"), (["sample", "-c", "true", "--exe", "/bin/true"], "not allowed"),
-    (["sample", "-c", "true", "--exact"], "--exact is for a process that runs already"),
+    (["sample", "-c", "true", "--exact", "--lua"], "--lua is for the sampled mode"),
     (["sample", "-c", "true", "--lua"], "--lua is for a process that runs already"),
     (["sample", "-c", "true", "--pools"], "no symbol tells where nginx's pools are made"),
     (["sample", "-c", "true", "--seconds", "-1"], "--seconds"),

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from gdbleak.record import agent, exact, sample
+from gdbleak.record.session import Notes, Timing
 from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
 from tests.record_target import (GDBLEAK, Recorder, Subject, by_site, changed_text, check_as_found, guards, rates,
@@ -60,8 +62,8 @@ def test_exact_with_more_blocks_than_stacks_are_kept_of(monkeypatch):
     """They are unwound on the way, and come out the same."""
     monkeypatch.setattr(exact, "_MOST_STACKS", 40)
     unwound = []
-    original = exact._Recorder.unwind
-    monkeypatch.setattr(exact._Recorder, "unwind", lambda *given: unwound.append(1) or original(*given))
+    original = exact._Calls.unwind
+    monkeypatch.setattr(exact._Calls, "unwind", lambda *given: unwound.append(1) or original(*given))
     with Subject(rates("-O2")) as subject:
         subject.line()
         answer = []
@@ -73,7 +75,8 @@ def test_exact_with_more_blocks_than_stacks_are_kept_of(monkeypatch):
         def begin(_):
             subject.say("go 4 100 50")
             threading.Thread(target=end_when_done).start()
-        recording = exact.record(subject.pid, sample.Options(seconds=600, grace=0.2), begin, lambda line: None)
+        recording = exact.record(partial(exact.EveryCall, sample.Options()), subject.pid, Timing(600, 0.2),
+                                 Notes(begin, lambda line: None))
         truth = leaked(answer[0])
         found = by_site([(site.frames, site.bytes) for site in recording.sites.values()], truth)
         assert {site: found.get(site) for site in truth} == {site: size for site, (size, _) in truth.items()}

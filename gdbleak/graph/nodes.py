@@ -74,7 +74,8 @@ class Nodes:
     def nodes_at(self, values: np.ndarray) -> np.ndarray:
         """The same, and -1 for blocks that are no nodes."""
         rows = self.rows_at(values)
-        rows[(rows >= 0) & (self.seen[rows] == NO_NODE)] = -1
+        held = np.flatnonzero(rows >= 0)
+        rows[held[self.seen[rows[held]] == NO_NODE]] = -1
         return rows
 
     def in_heaps(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

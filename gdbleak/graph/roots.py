@@ -20,6 +20,7 @@ MODULE, STORAGE, MEMORY, SHARED, DAMAGED, ENDED, LUA, STACK, REGISTER = range(9)
 #: What may be a leftover: what nothing but these reaches is told apart.
 ON_STACKS = (STACK, REGISTER)
 _NO_POINTERS = ("orig_rax", "cs", "eflags", "ss", "ds", "es", "fs", "gs", "pstate", "rip", "pc", "fs_base", "gs_base")
+_LAST = (1 << 64) - 1
 _SHARED = ("/dev/zero", "/dev/shm/", "/SYSV", "/memfd:", "/[aio]")
 
 
@@ -162,6 +163,7 @@ class _Taken:
         self._sorted = False
 
     def add(self, start: int, end: int) -> None:
+        end = min(end, _LAST)               # a damaged image can claim more
         if start < end:
             self._stretches.append((start, end))
             self._sorted = False
@@ -178,7 +180,7 @@ class _Taken:
             self._stretches, self._sorted = [(start, end) for start, end in joined], True
         ends = np.array([end for _, end in self._stretches], np.uint64)
         found = []
-        for low, high in ranges:
+        for low, high in ((low, min(high, _LAST)) for low, high in ranges):
             for k in range(int(np.searchsorted(ends, np.uint64(low), "right")), len(ends)):
                 start, end = self._stretches[k]
                 if start >= high:

@@ -18,11 +18,11 @@ import numpy as np
 from ..target import ptrace
 from ..target.ptrace import LiveError
 from . import agent as agents
-from . import inject, sample
+from . import inject, sample, session
 from .install import Hook, Installation, Target
 from .leaks import Recording
 from .modules import Process
-from .session import removal_line
+from .session import Course, Notes, Timing, held, removal_line
 from .unwind import Stacks, Unwinder
 
 _PAGE = 4096
@@ -152,13 +152,6 @@ class _Tracer(ptrace.Stopped):
         self._known.add(found.si_pid)
         return found.si_pid, found.si_status >> 8, found.si_status & 0xff
 
-    @staticmethod
-    def is_breakpoint(tid: int) -> bool:
-        """Whether the SIGTRAP that has stopped a thread is an instruction's, and nobody has sent it."""
-        information = (ctypes.c_int32 * 32)()
-        ptrace.ptrace(_GETSIGINFO, tid, 0, ctypes.addressof(information))
-        return information[2] == _SI_KERNEL
-
     def halt(self) -> None:
         """Stop all threads again."""
         pending = set(self._known)
@@ -166,6 +159,13 @@ class _Tracer(ptrace.Stopped):
         self._interrupt(pending)
         while pending:
             self._collect(pending)
+
+
+def _is_breakpoint(tid) -> bool:
+    """Whether the SIGTRAP that has stopped a thread is an instruction's, and nobody has sent it."""
+    information = (ctypes.c_int32 * 32)()
+    ptrace.ptrace(_GETSIGINFO, tid, 0, ctypes.addressof(information))
+    return information[2] == _SI_KERNEL
 
 
 class _Block:
@@ -176,18 +176,15 @@ class _Block:
         self.size, self.row, self.stack, self.frames = size, row, stack, ()
 
 
-class _Recorder:
-    """Follows the calls: which blocks of the window are not released."""
+class _Calls:
+    """The calls: which blocks of the window are not released. internal: code from where a call is the allocator's."""
 
-    def __init__(self, installation: Installation, stops, internal):
-        self.memory = installation.memory
-        self.page = installation.base
-        self.stops = stops
-        self.internal = internal
-        self.live: dict[int, _Block] = {}       # by address
+    def __init__(self, memory, internal: list[tuple[int, int]]):
+        self._memory, self._internal = memory, internal
+        self.live: dict[int, _Block] = {}           # by address
         self._known: dict[tuple, tuple] = {}        # frames, each once
         self._raw = 0                               # stacks that came in since they were unwound
-        self.calls: dict[int, list[_Call]] = {}     # thread -> calls that have begun; realloc calls malloc
+        self._begun: dict[int, list[_Call]] = {}    # thread -> calls that have begun; realloc calls malloc
         self.count = 0
 
     def entered(self, tid: int, name: str, registers: inject.Registers, allocations: bool) -> None:
@@ -203,12 +200,12 @@ class _Recorder:
         for field in ("rbp", "rbx", "r12", "r13", "r14", "r15"):
             row[field] = getattr(registers, field)
         row["return_address"], row["sp"], row["stack_length"] = return_address, registers.rsp, len(stack)
-        self.calls.setdefault(tid, []).append(_Call(
+        self._begun.setdefault(tid, []).append(_Call(
             name, (registers.rdi, registers.rsi, registers.rdx), row.tobytes(), stack, held, allocations))
 
     def left(self, tid: int, registers: inject.Registers) -> None:
         """It returns."""
-        begun = self.calls.get(tid)
+        begun = self._begun.get(tid)
         if not begun:
             return
         call = begun.pop()
@@ -221,7 +218,7 @@ class _Recorder:
             if self._raw > _MOST_STACKS:
                 self._raw = sum(not block.frames for block in self.live.values())
                 if self._raw > _MOST_STACKS // 2:
-                    self.unwind(Process(self.memory))
+                    self.unwind(Process(self._memory))
 
     def unwind(self, process: Process) -> None:
         """Have `frames` in the place of copied stacks: of many blocks these would fill the memory."""
@@ -241,12 +238,12 @@ class _Recorder:
         size = {"calloc": a * b, "realloc": b, "memalign": b, "aligned_alloc": b, "posix_memalign": c}.get(call.name, a)
         if call.name == "posix_memalign":
             ok = result & 0xffffffff == 0
-            return size, int.from_bytes(self.memory.read(a, 8), "little") if ok else 0
+            return size, int.from_bytes(self._memory.read(a, 8), "little") if ok else 0
         return size, result
 
     def _is_internal(self, call):
         address = int.from_bytes(call.stack[:8], "little")
-        return any(start <= address < end for start, end in self.internal)
+        return any(start <= address < end for start, end in self._internal)
 
     def _stack(self, sp):
         """Up to STACK_BYTES from the stack pointer on."""
@@ -254,7 +251,7 @@ class _Recorder:
         want = sample.STACK_BYTES
         while want:
             try:
-                part = os.pread(self.memory.file, want, sp + len(data))
+                part = os.pread(self._memory.file, want, sp + len(data))
             except OSError:
                 part = b""
             if not part:
@@ -264,38 +261,90 @@ class _Recorder:
         return data[:len(data) & ~7]
 
 
-def record(pid: int, options: sample.Options, note: Callable[[str], None],
-           progress: Callable[[str], None]) -> Recording:
-    """Record every call of process `pid`. Raises LiveError. Ctrl-C ends the window early."""
-    target = Target(pid)
-    if target.blocks_trap:
-        raise LiveError(f"process {pid} has a thread that blocks SIGTRAP: a breakpoint would be its end if we died; "
-                        "sampled mode needs none")
-    if options.lua:
-        raise LiveError("--lua is for the sampled mode")
-    hooks, image = sample.hooks_of(target, options.pools)
-    before = _user_seconds_a_second(pid)
-    breakpoints = Breakpoints(hooks)
-    installation = Installation(target, breakpoints)
-    try:
-        installation.prepare(hooks, image, 0, lambda: _settings(installation))
+class EveryCall(session.Session):
+    """An exact recording of process `pid`, by the thread that traces it. Raises LiveError."""
+
+    followed = "recorded from its start, and stopped at each call: how much slower that made it is not known"
+
+    def __init__(self, options: sample.Options, pid: int, kind=Installation):
+        super().__init__(pid)
+        self._options = options
+        target = Target(pid)
+        if target.blocks_trap:
+            raise LiveError(f"process {pid} has a thread that blocks SIGTRAP: a breakpoint would be its end if we died; "
+                            "sampled mode needs none")
+        self._hooks, self._image = sample.hooks_of(target, options.pools)
+        self._breakpoints = Breakpoints(self._hooks)
+        self.installation = kind(target, self._breakpoints)
+        self._allocations = True
+
+    def prepare(self) -> None:
+        """All of `install` but the last step, `halted(patch)`."""
+        installation = self.installation
+        installation.prepare(self._hooks, self._image, 0, lambda: _settings(installation))
         installation.announce(action=installation.at("old_action"))
         installation.halted(lambda halted: inject.make_calls(halted, [
             (inject.SIGACTION, signal.SIGTRAP, installation.at("new_action"), installation.at("old_action"), 8)]))
         internal = [(installation.base, installation.base + _PAGE)]
-        internal += [(hook.address, hook.address + len(hook.body)) for hook in hooks if hook.name not in _RELEASES]
-        recorder = _Recorder(installation, breakpoints.stops(installation.base), internal)
-        seconds, user = _trace(installation, recorder, options, note, progress)
-        process = Process(target.memory)
-        for each in process.images:
-            each.keep()
+        internal += [(hook.address, hook.address + len(hook.body)) for hook in self._hooks if hook.name not in _RELEASES]
+        self._stops = self._breakpoints.stops(installation.base)
+        self.calls = _Calls(installation.memory, internal)
+
+    def install(self) -> None:
+        self.prepare()
+        self.installation.halted(self.installation.patch)
+
+    def at_signal(self, tid: int, number: int) -> int:
+        if number != signal.SIGTRAP or not _is_breakpoint(tid):
+            return number
+        registers = inject.registers_of(tid)
+        name, behind = self._stops.get(registers.rip, ("", False))
+        if not name:
+            return number
+        if behind:
+            self.calls.left(tid, registers)
+        else:
+            self.calls.entered(tid, name, registers, self._allocations)
+        return 0
+
+    def look(self) -> str:
+        self.installation.read("state")                 # OSError after an exec
+        return f", {self.calls.count:,} calls"
+
+    def watch_frees(self) -> None:
+        self._allocations = False
+
+    def recording(self, course: Course) -> Recording:
+        self.calls.unwind(self.process)
+        what = "Nginx Pool" if self._options.pools else "Memory"
+        recording = Recording(
+            "sample", self.pid, f"{what} Leak Flame Graph for {self.name} ({course.lasted:.3g} seconds, every call)",
+            f"Allocated in {course.lasted:.3g} s and not released {course.held}.",
+            noun="pools" if self._options.pools else "blocks")
+        for block in self.calls.live.values():
+            recording.add(block.frames, block.size)
+        recording.facts = [f"pid {self.pid}, exact: {self.calls.count:,} calls", course.manner, course.outcome]
+        recording.numbers = {"mode": "exact", "seconds": round(course.lasted, 3), "calls": self.calls.count,
+                             **course.facts}
+        return recording
+
+
+def record(make: Callable[..., EveryCall], pid: int, timing: Timing, notes: Notes) -> Recording:
+    """Record every call of process `pid`; like `session.record`."""
+    session = make(pid, Installation)
+    installation = session.installation
+    before = _user_seconds_a_second(pid)
+    try:
+        session.prepare()
+        lasted, user = _trace(session, timing, notes)
+        session.collect()
     except OSError as error:
         raise installation.failure(error) from None
     finally:
         removal = installation.remove()
-    progress("unwinding")
-    recorder.unwind(process)
-    return _recording(pid, process.name, options, seconds, recorder, removal, before, user / seconds)
+    notes.progress("unwinding")
+    return session.recording(Course(lasted, held(timing), _slowdown(before, user / lasted), removal_line(removal), {
+        "user_before": round(before, 4), "user_during": round(user / lasted, 4)}))
 
 
 def _settings(installation) -> dict[str, bytes]:
@@ -303,64 +352,49 @@ def _settings(installation) -> dict[str, bytes]:
     return {"old_action": _NOT_SAVED, "new_action": struct.pack("<4Q", handler, _FLAGS, restorer, 0)}
 
 
-def _trace(installation, recorder, options, note, progress):
+def _trace(session, timing, notes):
     """Follow the process for the window and the grace: (seconds of the window, user seconds it ran in it)."""
-    target = installation.target
+    pid, installation = session.pid, session.installation
     for _ in range(200):
-        tracer = _Tracer(target.pid)
+        tracer = _Tracer(pid)
         try:
             with tracer:
                 installation.patch(tracer)
-                began, user = time.monotonic(), _user_seconds(target.pid)
+                began, user = time.monotonic(), _user_seconds(pid)
                 tracer.resume()
-                seconds = _follow(tracer, recorder, began + options.seconds, True, progress, lambda: note(
-                    f"recording process {target.pid} for {options.seconds:g} s, every call"))
-                user = _user_seconds(target.pid) - user
-                _follow(tracer, recorder, time.monotonic() + options.grace, False, progress)
+                end = _follow(tracer, session, "recording", began + timing.seconds, notes.progress, lambda: notes.note(
+                    f"recording process {pid} for {timing.seconds:g} s, every call"))
+                user = _user_seconds(pid) - user
+                session.watch_frees()
+                _follow(tracer, session, "watching frees", time.monotonic() + timing.grace, notes.progress)
                 tracer.halt()
-                return seconds - began, user
+                return end - began, user
         except inject.Unsafe:
             continue
-    raise LiveError(f"process {target.pid} cannot be changed: a thread stays within a function to hook; try again")
+    raise LiveError(f"process {pid} cannot be changed: a thread stays within a function to hook; try again")
 
 
-def _follow(tracer, recorder, end, allocations, progress, begin=lambda: None) -> float:
-    """Call `begin`, and handle stops until `end`; returns when it was over. Ctrl-C ends it early. Without
-    `allocations`, only releases count."""
-    idle_since = 0.0
-    told = 0.0
+def _follow(tracer, session, what, end, progress, begin=lambda: None) -> float:
+    """Call `begin`, and handle stops until `end`; returns when it was over. Ctrl-C ends it early."""
+    looked = idle_since = 0.0
     try:
         begin()
         while True:
+            now = time.monotonic()
+            if now >= end:
+                return now
+            if now - looked >= session.look_every:
+                progress(what + session.look())
+                looked = now
             stop = tracer.next_stop()
             if stop is None:
-                now = time.monotonic()
-                if now >= end:
-                    return now
                 idle_since = idle_since or now
-                if now - told > 0.2:
-                    recorder.memory.read(recorder.page, 1)      # OSError after an exec
-                    progress(f"recording: {recorder.count:,} calls")
-                    told = now
                 if now - idle_since > 0.002:
                     time.sleep(0.0005)
                 continue
             idle_since = 0.0
             tid, event, number = stop
-            if not event and number == signal.SIGTRAP:
-                registers = inject.registers_of(tid)
-                known = recorder.stops.get(registers.rip) if tracer.is_breakpoint(tid) else None
-                if known:
-                    name, behind = known
-                    if behind:
-                        recorder.left(tid, registers)
-                    else:
-                        recorder.entered(tid, name, registers, allocations)
-                    number = 0
-                    if recorder.count & 63 == 0 and time.monotonic() >= end:
-                        tracer.go_on(tid, event, number)
-                        return time.monotonic()
-            tracer.go_on(tid, event, number)
+            tracer.go_on(tid, event, number if event else session.at_signal(tid, number))
     except KeyboardInterrupt:
         return time.monotonic()
 
@@ -380,23 +414,12 @@ def _user_seconds_a_second(pid: int, seconds: float = 0.5) -> float:
         raise LiveError(f"process {pid} has ended") from None
 
 
-def _recording(pid, name, options, seconds, recorder, removal, before, during) -> Recording:
-    what = "Nginx Pool" if options.pools else "Memory"
-    recording = Recording(
-        "sample", pid, f"{what} Leak Flame Graph for {name} ({seconds:.3g} seconds, every call)",
-        f"Allocated in {seconds:.3g} s and not released within {options.grace:g} s more.",
-        noun="pools" if options.pools else "blocks")
-    for block in recorder.live.values():
-        recording.add(block.frames, block.size)
+def _slowdown(before, during) -> str:
+    """From the seconds in user mode that a second had."""
     if before < 0.02:
         slowdown = "the process hardly ran before, so how much it was slowed down is not known"
     elif during > 0:
         slowdown = f"the process ran {max(1.0, before / during):,.1f} times slower"
     else:
         slowdown = "the process stood nearly still"
-    recording.facts = [
-        f"pid {pid}, exact: {recorder.count:,} calls; {slowdown}: {during:.3f} s in user mode a second, {before:.3f} "
-        "before", removal_line(removal)]
-    recording.numbers = {"mode": "exact", "seconds": round(seconds, 3), "calls": recorder.count,
-                         "user_before": round(before, 4), "user_during": round(during, 4)}
-    return recording
+    return f"{slowdown}: {during:.3f} s in user mode a second, {before:.3f} before"

@@ -5,7 +5,7 @@ import bisect
 import os
 import time
 from collections import defaultdict, deque
-from typing import Callable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from . import sample, session, tracee
 from .agent import word
 from .install import Installation, Target
 from .leaks import Recording
-from .session import Course, Notes, Timing
+from .session import Course
 from .unwind import Stacks
 
 CALLS = {"mmap": agents.MMAP, "munmap": agents.MUNMAP, "mremap": agents.MREMAP, "brk": agents.BRK}
@@ -200,11 +200,6 @@ class _Ring:
         while self._over and self._over[0][1] < self.count - SLOTS:
             mapped, unmapped = self._over.popleft()
             del self.events[mapped], self.events[unmapped], self.rows[mapped], self.stacks[mapped]
-
-
-def record(pid: int, seconds: float, note: Callable[[str], None], progress: Callable[[str], None]) -> Recording:
-    """Record process `pid`. Raises LiveError. Ctrl-C ends the window early."""
-    return session.record(MappingCalls, pid, Timing(seconds, 0.0), Notes(note, progress))
 
 
 class MappingCalls(session.Session):

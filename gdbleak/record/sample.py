@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from .agent import word
 from .install import Installation, Target
 from .leaks import Recording
 from .lua import ROOM, LuaStacks
-from .session import Course, Notes, Timing
+from .session import Course
 from .unwind import Stacks
 
 ALLOCATORS = ("malloc", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "valloc", "pvalloc")
@@ -22,12 +22,9 @@ TICKS_A_QUANTUM = 1 << 24
 
 
 class Options(NamedTuple):
-    """seconds: of the window, None: until the process ends; grace: frees are watched for so long after it; by:
-    "bytes" or "calls"; every: the mean distance of samples, 0: so many that there are `rate` a second; pools: nginx's
-    pools in place of malloc's blocks."""
+    """by: "bytes" or "calls"; every: the mean distance of samples, 0: so many that there are `rate` a second; pools:
+    nginx's pools in place of malloc's blocks; lua: with the Lua frames."""
 
-    seconds: float | None = 5.0
-    grace: float = 0.5
     by: str = "bytes"
     every: int = 0
     rate: int = 10_000
@@ -58,15 +55,6 @@ def hooks_of(target: Target, pools: bool):
     if missing:
         raise LiveError(f"{image.name} does not tell where {' and '.join(sorted(missing))} is")
     return hooks, image
-
-
-def record(pid: int, options: Options, note: Callable[[str], None], progress: Callable[[str], None]) -> Recording:
-    """Record process `pid`. `note`: takes a line when the recording begins; `progress`: what is being done.
-
-    Raises LiveError. Ctrl-C ends the window early.
-    """
-    return session.record(lambda *where: Sampling(options, *where), pid, Timing(options.seconds, options.grace),
-                          Notes(note, progress))
 
 
 class Sampling(session.Session):

@@ -1,7 +1,7 @@
-"""A recording by the agent, from its installation on: in a process that runs, or in a command from start to end.
+"""A recording, from its installation on: in a process that runs, or in a command from start to end.
 
-In a process no tracer is attached while it is recorded. A command is traced (target/follow.py), so that it stands at
-its end, while what the agent has recorded is still in its memory.
+The agent's needs no tracer in a process that runs. A command is traced (target/follow.py), so that it stands at its
+end, while what the agent has recorded is still in its memory.
 """
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Session:
     process is gone."""
 
     look_every = 0.05       # seconds between two calls of `look`
+    followed = "recorded from its start, and traced for its end: short stops as threads begin and signals come"
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -46,6 +47,10 @@ class Session:
     def install(self) -> None:
         """Put the agent in; it begins to record."""
         raise NotImplementedError
+
+    def at_signal(self, _tid: int, number: int) -> int:
+        """A thread of a command has stopped at a signal: the one to let it go on with, 0 for none."""
+        return number
 
     def look(self) -> str:
         """Called while it records; what there is to tell about its progress."""
@@ -97,11 +102,12 @@ def record(make: Callable[..., Session], pid: int, timing: Timing, notes: Notes)
         removal = installation.remove()
     notes.progress("unwinding")
     return session.recording(Course(
-        lasted, _held(timing), f"stopped {installation.stops} times, {installation.stop_ms:.1f} ms at most; no tracer "
+        lasted, held(timing), f"stopped {installation.stops} times, {installation.stop_ms:.1f} ms at most; no tracer "
         "was attached meanwhile", removal_line(removal), {"stop_ms": round(installation.stop_ms, 3)}))
 
 
-def _held(timing) -> str:
+def held(timing: Timing) -> str:
+    """Until when blocks were, in words."""
     return f"within {timing.grace:g} s more" if timing.grace else "by then"
 
 
@@ -139,8 +145,7 @@ def record_command(make: Callable[..., Session], text: str, keeps_output: bool, 
         raise LiveError(f"nothing was recorded: the command {command.ending} before its libraries were loaded")
     notes.progress("unwinding")
     return recorder.session.recording(Course(
-        recorder.lasted, "until it ended" if recorder.ended else _held(timing),
-        "recorded from its start, and traced for its end: short stops as threads begin and signals come",
+        recorder.lasted, "until it ended" if recorder.ended else held(timing), recorder.session.followed,
         f"the command {command.ending}" + ("" if recorder.ended else ", after the recording"),
         {"ending": command.ending}))
 
@@ -151,7 +156,7 @@ class _Starts(follow.Starts):
     def __init__(self, pid: int, make, timing: Timing, notes: Notes):
         self._pid, self._make, self._timing, self._notes = pid, make, timing, notes
         self.session: Session | None = None
-        self._began = 0.0
+        self._began = self._looked = 0.0
         self._window: float | None = None       # seconds that it lasted, when the frees are watched
         self.lasted: float | None = None
         self.ended = False
@@ -172,10 +177,14 @@ class _Starts(follow.Starts):
         seconds = self._timing.seconds
         self._notes.note(f"recording process {self._pid} " + (f"for {seconds:g} s" if seconds else "until it ends"))
 
+    def at_signal(self, tid, number):
+        return number if self.session is None else self.session.at_signal(tid, number)
+
     def look(self):
-        if self.session is None:
+        now = time.monotonic()
+        if self.session is None or now - self._looked < self.session.look_every:
             return True
-        passed = time.monotonic() - self._began
+        self._looked, passed = now, now - self._began
         of = f" of {self._timing.seconds:g}" if self._timing.seconds else ""
         with contextlib.suppress(OSError):      # its memory has just gone, which its next stop will tell
             self._notes.progress(f"recording: {passed:.0f}{of} s{self.session.look()}")

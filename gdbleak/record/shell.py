@@ -23,9 +23,11 @@ def run(word: str, arguments: list[str]) -> int:
     chosen = build.parse_args(arguments)
     if chosen.pid is chosen.exe is chosen.command is None:
         build.error("give -p PID, -p -PGID, --exe PATH, or -c 'COMMAND'")
-    for option in ("exact", "lua"):
-        if chosen.command is not None and getattr(chosen, option, False):
-            build.error(f"--{option} is for a process that runs already: it goes with -p")
+    if getattr(chosen, "lua", False):
+        if chosen.exact:
+            build.error("--lua is for the sampled mode; with --every 1 that takes every allocation, too")
+        if chosen.command is not None:
+            build.error("--lua is for a process that runs already: it goes with -p")
     if chosen.seconds is None and chosen.command is None:
         chosen.seconds = _SECONDS
     check_outputs(chosen)
@@ -105,11 +107,9 @@ def _show(text: str, items: list, profile, chosen, terminal) -> None:
 
 
 def _record(word, chosen, pid, terminal):
-    if getattr(chosen, "exact", False):
-        from . import exact
-        return exact.record(pid, _options(chosen), terminal.note, terminal.progress)
-    from . import session
-    return session.record(_maker(word, chosen), pid, _timing(chosen), session.Notes(terminal.note, terminal.progress))
+    from . import exact, session
+    record = exact.record if getattr(chosen, "exact", False) else session.record
+    return record(_maker(word, chosen), pid, _timing(chosen), session.Notes(terminal.note, terminal.progress))
 
 
 def _maker(word, chosen):
@@ -117,6 +117,9 @@ def _maker(word, chosen):
     if word == "mmaps":
         from .mmaps import MappingCalls
         return MappingCalls
+    if chosen.exact:
+        from .exact import EveryCall
+        return partial(EveryCall, _options(chosen))
     from .sample import Sampling
     return partial(Sampling, _options(chosen))
 
@@ -129,8 +132,7 @@ def _timing(chosen):
 
 def _options(chosen):
     from . import sample
-    return sample.Options(*_timing(chosen), by=chosen.by, every=chosen.every, rate=chosen.rate, pools=chosen.pools,
-                          lua=chosen.lua)
+    return sample.Options(chosen.by, chosen.every, chosen.rate, chosen.pools, chosen.lua)
 
 
 def parser(word: str) -> Parser:

@@ -72,6 +72,10 @@ class Starts:
         """They are. It still stands there, traced by this thread, and has to be let go on, traced."""
         raise NotImplementedError
 
+    def at_signal(self, _tid, number):
+        """A thread has stopped at a signal: the one to let it go on with, 0 for none."""
+        return number
+
     def look(self):
         """It runs: whether to go on following."""
         return True
@@ -224,10 +228,12 @@ class _Follower:
         """Follow the process. begin(): called when it is traced. Sets `outcome`."""
         ptrace(PTRACE_SEIZE, self._pid, 0, FOLLOWING if self._starts else PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT)
         begin()
+        busy = False
         while self._deadline is None or time.monotonic() < self._deadline:
-            # A stop raises SIGCHLD, which stays pending while it is blocked.
-            signal.sigtimedwait({signal.SIGCHLD}, self._starts.pause if self._starts else _TICK)
-            if self._handle_all():
+            if not busy:        # a stop raises SIGCHLD, which stays pending while it is blocked
+                signal.sigtimedwait({signal.SIGCHLD}, self._starts.pause if self._starts else _TICK)
+            busy = self._handle_each()
+            if self._exiting:
                 self._wait_for_others()
                 threads = sorted(self._exiting, key=lambda tid: (tid != self._pid, tid))
                 self.outcome = self._at_exit(AtExit(self._pid, threads))
@@ -239,20 +245,19 @@ class _Follower:
         if self._starts:
             self._starts.at_end()
 
-    def _handle_all(self):
-        """Handle all stops that there are; whether the process is at its end."""
-        busy = True
-        while busy:
-            busy = False
-            for tid in sorted(self._known - self._exiting):
-                stop = self._stop(tid)
-                if stop is None:
-                    continue
-                busy = True
-                with contextlib.suppress(ProcessLookupError):       # killed meanwhile
-                    if self._handle(tid, *stop):
-                        return True
-        return False
+    def _handle_each(self):
+        """Handle the threads' stops, up to that of one at which the process ends; whether there was any."""
+        busy = False
+        for tid in sorted(self._known):
+            stop = self._stop(tid)
+            if stop is None:
+                continue
+            busy = True
+            with contextlib.suppress(ProcessLookupError):       # killed meanwhile
+                self._handle(tid, *stop)
+            if self._exiting:
+                break
+        return busy
 
     def _stop(self, tid):
         try:
@@ -265,12 +270,12 @@ class _Follower:
             return None
 
     def _handle(self, tid, event, number):
-        """Let a thread go on after a stop; whether it is one at which the process ends."""
+        """Let a thread go on after a stop, but not after one at which the process ends: that is noted."""
         if event == _PTRACE_EVENT_EXIT:
             if self._is_end(tid):
                 self._exiting.add(tid)
-                return True
-            self._go_on(tid)
+            else:
+                self._go_on(tid)
         elif event == _PTRACE_EVENT_EXEC:
             self._known, self._is_loaded = {tid}, self._starts.at_exec()
             self._go_on_to_start(tid)
@@ -284,9 +289,10 @@ class _Follower:
         elif event == PTRACE_EVENT_STOP and (status_of(tid) or {}).get("Tgid") != str(self._pid):
             self._known.discard(tid)        # not a thread but a process, made by clone
             ptrace(PTRACE_DETACH, tid)
+        elif event:
+            self._go_on(tid)
         else:
-            self._go_on(tid, 0 if event else number)
-        return False
+            self._go_on(tid, self._starts.at_signal(tid, number) if self._starts else number)
 
     def _go_on(self, tid, number=0):
         """Let a thread go on, with a signal if there is one."""

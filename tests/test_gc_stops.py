@@ -74,3 +74,17 @@ def test_one_moment(tmp_path, name, allocator, moment):
     assert check["explained"], text
     assert [found["address"] for found in check["in_flight"]] == ([address] if returns else [])
     assert re.search(rf"explained by .*{asked:,} bytes.*{address:#x}", text), text
+
+
+def test_earlier_stops_are_forgotten(tmp_path):
+    """What was read at each stop is as large as the process: of many stops in one GDB only the last is kept."""
+    count = "sum(type(each).__name__ == 'Target' for each in gc.get_objects())"
+    with subprocess.Popen([luajit_target.build("debian").path, FIXTURES / "busy.lua", "churn"],
+                          stdout=subprocess.PIPE) as busy:
+        try:
+            assert busy.stdout.readline() == b"busy\n"
+            stop = [f"attach {busy.pid}", "leak-gc", "leak-retained", "leak-sizes", "detach"]
+            done = run_gdb([*4 * stop, f"python import gc; print('targets', {count})"])
+        finally:
+            busy.kill()
+    assert "targets 1\n" in done.stdout, done.stdout

@@ -1,7 +1,6 @@
 """What has been found out about one target, each part when it is first asked for and then kept."""
 from __future__ import annotations
 
-import weakref
 from functools import cached_property
 
 from ..heaps import glibc, glibc_layouts
@@ -9,28 +8,19 @@ from ..target import link_map
 from ..target.target import Target, TargetError
 from .document import Data, Report, printable, share
 
-_kept: "weakref.WeakKeyDictionary[Target, Analysis]" = weakref.WeakKeyDictionary()
-
 
 class Analysis:
-    """The heaps of a target. One is kept for each Target."""
+    """The heaps of a target. One is kept with each Target."""
 
     def __init__(self, target: Target):
-        self._target = weakref.ref(target)
+        self.target = target
 
     @classmethod
     def of(cls, target: Target) -> "Analysis":
         """The analysis of this target, the same each time."""
-        if target not in _kept:
-            _kept[target] = cls(target)
-        return _kept[target]
-
-    @property
-    def target(self) -> Target:
-        target = self._target()
-        if target is None:
-            raise TargetError("the target is gone")
-        return target
+        if target.analysis is None:
+            target.analysis = cls(target)
+        return target.analysis
 
     @cached_property
     def glibc(self) -> list[glibc.GlibcHeap]:

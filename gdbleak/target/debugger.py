@@ -59,6 +59,8 @@ def current_target() -> Target:
     stamp = os.stat(core) if core and os.path.exists(core) else None
     key = (core, stamp and (stamp.st_mtime_ns, stamp.st_size), inferior.num, inferior.pid, sysroot, exe, _stops)
     if _kept is None or _kept[0] != key:
+        if _kept:
+            _kept[1].analysis = None            # it holds the target, and all of the memory that was read
         _kept = None
         target = open_core(core, exe, sysroot) if core else _stopped_process(inferior, exe, sysroot)
         target.debugger = Names()

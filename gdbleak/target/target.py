@@ -70,6 +70,7 @@ class Target:
         self.modules: list[Module] = []
         self.layouts = Layouts()
         self.debugger = None         # GDB's symbols, when GDB drives us: see target/debugger.py
+        self.analysis = None         # what has been found out about it: see reports/analysis.py
         self._tables: dict[int, SymbolTable | None] = {}
         self._starts: list[int] = []
         self._anonymous: list[tuple[int, int]] | None = None

@@ -17,12 +17,12 @@ CACHE = ROOT / ".cache"
 PROGRAMS = ROOT / "fixtures" / "programs"
 #: The scenarios of fixtures/programs/heaps.c, all but the one that stops anywhere, and the kinds of damage.c.
 SCENARIOS = ["empty", "plain", "aligned", "fastbins", "tcache", "tcache_big", "mapped", "decoys", "trimmed",
-             "foreign_sbrk", "brk_fails", "brk_recovers", "low_threshold", "no_mmap", "threads",
+             "foreign_sbrk", "brk_fails", "brk_recovers", "low_threshold", "no_mmap", "full_bins", "threads",
              "split", "many_foreign", "few_threads", "one_arena", "two_arenas", "many_heaps", "shrunk", "locked"]
 DAMAGE = ["size_zero", "size_odd", "size_huge", "size_short", "size_thread", "bin_self", "bin_ring",
           "bin_wild", "bin_back", "tcache_wild", "tcache_self", "fastbin_wild", "top_size", "top_pointer",
           "heap_info"]
-STATIC = ["plain", "threads", "mapped", "brk_fails", "foreign_sbrk"]
+STATIC = ["plain", "threads", "mapped", "full_bins", "brk_fails", "foreign_sbrk"]
 #: What a kernel core holds beyond the default: ELF headers, and private and shared memory of all kinds.
 CORE_FILTER = 0x37
 TIMEOUT = 120

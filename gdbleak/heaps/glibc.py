@@ -17,12 +17,11 @@ from .glibc_walk import Walk
 
 def find(target: Target) -> list[GlibcHeap]:
     """Every glibc malloc in the target that has been used, walked. An empty list when there is none."""
-    found = []
-    for module in target.modules:
-        place = find_main_arena(target, module)
-        if place is not None:
-            found.append(_walked(target, module, *place))
-    return found
+    places = [find_main_arena(target, module, True) for module in target.modules]
+    none = not any(places)
+    places = [place or (find_main_arena(target, module, False) if none or "libc" in module.name else None)
+              for place, module in zip(places, target.modules)]
+    return [_walked(target, module, *place) for place, module in zip(places, target.modules) if place]
 
 
 def _walked(target: Target, module: Module, address: int, dtype: np.dtype, since, origin: str) -> GlibcHeap:

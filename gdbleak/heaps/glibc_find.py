@@ -15,43 +15,81 @@ from ..target.target import Target
 from . import glibc_layouts as layouts
 from .glibc_heap import GlibcHeap
 
+_BINS = 127
+_LEAST_EMPTY, _LEAST_IN_USE = 8, 64      # of those; a thread may be at some of them, and some may be damaged
 SHAPE = "the shape of its structures"
 _BANNER = re.compile(rb"GNU C Library [^\n\0]{0,120}?release version (\d+)\.(\d+)")
 
 
-def find_main_arena(target: Target, module: Module):
+def find_main_arena(target: Target, module: Module, with_empty_bins: bool):
     """(address, dtype, release it came with, where the layout is from) of a used main_arena in the module's data,
-    or None."""
+    or None. with_empty_bins: by those, which most heaps have, at once; else by all bins: one that has run for long may
+    have none that is empty."""
+    shape, least = (_empty, _LEAST_EMPTY) if with_empty_bins else (_in_use, _LEAST_IN_USE)
     for start, end in module.writable():
         for low, high in target.space.present((start + 7) & ~7, end & ~7):
-            words = target.space.words_of((low + 7) & ~7, high & ~7)
-            for at in _bin_runs(words, (low + 7) & ~7):
-                for since, dtype in layouts.MALLOC_STATE.items():
-                    address = at - dtype.fields["bins"][1]
-                    if _is_arena(target, address, dtype):
-                        dwarf = target.layouts.dwarf("malloc_state", dtype)
-                        if dwarf is not None and _is_arena(target, address, dwarf):
-                            return address, dwarf, since, "debug information"
-                        return address, dtype, since, "tables"
+            low, high = (low + 7) & ~7, high & ~7
+            words = target.space.words_of(low, high)
+            if len(words) < layouts.NBINS:
+                continue
+            # As a chunk, a bin begins 16 bytes before its two words.
+            own = np.arange(len(words) - 1, dtype=np.uint64) * np.uint64(8) + np.uint64((low - 16) % (1 << 64))
+            found = _arena_at(target, _bin_runs(shape(target, words, own), low, least))
+            if found:
+                return found
     return None
 
 
-def _bin_runs(words: np.ndarray, start: int) -> list[int]:
-    """Addresses where 127 bins may begin: at least 8 of them point to themselves, as an empty bin does."""
-    if len(words) < layouts.NBINS:
-        return []
-    own = np.arange(len(words) - 1, dtype=np.uint64) * np.uint64(8) + np.uint64((start - 16) % (1 << 64))
-    empty = (words[:-1] == own) & (words[1:] == own)
-    hits = np.flatnonzero(empty)
-    if len(hits) < 8:
+def _arena_at(target, places):
+    """What `find_main_arena` returns, of the first place where bins may begin that is in an arena; else None."""
+    for at in places:
+        for since, dtype in layouts.MALLOC_STATE.items():
+            address = at - dtype.fields["bins"][1]
+            if _is_arena(target, address, dtype):
+                dwarf = target.layouts.dwarf("malloc_state", dtype)
+                if dwarf is not None and _is_arena(target, address, dwarf):
+                    return address, dwarf, since, "debug information"
+                return address, dtype, since, "tables"
+    return None
+
+
+def _empty(_target, words, own):
+    """Which pairs of words are an empty bin, and point to themselves."""
+    return (words[:-1] == own) & (words[1:] == own)
+
+
+def _in_use(target, words, own):
+    """Which pairs of words are a bin, empty or with a first or last chunk that points back."""
+    found = _empty(target, words, own)
+    maps = [m for m in target.mappings if m.writable and not m.path.startswith("/")]      # where chunks may lie
+    if not maps:
+        return found
+    starts, ends = (np.array([getattr(m, name) for m in maps], np.uint64) for name in ("start", "end"))
+    inside = (words & np.uint64(15) == 0) & (words >= starts[0]) & (words < ends[-1])
+    pairs = np.flatnonzero(inside[:-1] & inside[1:] & ~found)
+    possible = found.copy()
+    first, last = (words[at] < ends[np.searchsorted(starts, words[at], "right") - 1] for at in (pairs, pairs + 1))
+    possible[pairs] = first & last
+    for at in _bin_runs(possible, 0, _LEAST_IN_USE):
+        for k in range(at // 8, min(at // 8 + 2 * _BINS, len(found)), 2):
+            if possible[k] and not found[k]:
+                possible[k] = False
+                first, last, bin_ = int(words[k]), int(words[k + 1]), int(own[k])
+                found[k] = target.word(first + 24) == bin_ or target.word(last + 16) == bin_
+    return found
+
+
+def _bin_runs(is_bin: np.ndarray, start: int, least: int) -> list[int]:
+    """Addresses where the bins may begin: at least so many of them are some. start: the address of the first pair."""
+    if np.count_nonzero(is_bin) < least:
         return []
     found = []
     for parity in (0, 1):
-        counts = np.concatenate(([0], np.cumsum(empty[parity::2])))
-        if len(counts) <= 127:
+        counts = np.concatenate(([0], np.cumsum(is_bin[parity::2])))
+        if len(counts) <= _BINS:
             continue
-        window = counts[127:] - counts[:-127]
-        for k in np.flatnonzero(window >= 8):
+        window = counts[_BINS:] - counts[:-_BINS]
+        for k in np.flatnonzero(window >= least):
             found.append((int(window[k]), start + 8 * (2 * int(k) + parity)))
     return [at for _, at in sorted(found, reverse=True)]
 

@@ -106,6 +106,14 @@ def record(word, subject, command, *options):
     return json.loads(said), [(stack.split(";"), int(weight)) for stack, weight in stacks], answer
 
 
+def refused(*words):
+    """The one line that says why a recording cannot be made."""
+    done = subprocess.run([*GDBLEAK, *map(str, words)], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          timeout=WAIT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    return done.stderr
+
+
 def totals(items):
     return next(item for item in items if item["type"] == "totals")
 

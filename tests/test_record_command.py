@@ -11,7 +11,8 @@ import pytest
 
 from tests import record_target
 from tests.live_target import children
-from tests.record_target import GDBLEAK, KILL_AT, ROOT, WAIT, by_site, check_as_found, guards, rates, totals, wait_for
+from tests.record_target import (GDBLEAK, KILL_AT, ROOT, WAIT, by_site, check_as_found, guards, rates, refused,
+                                 totals, wait_for)
 from tests.targets import build
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
@@ -243,14 +244,6 @@ def test_many_threads_that_come_and_go(mode, tmp_path):
     items, stacks, _, _ = recorded("sample", tmp_path / "threads", tmp_path, *mode)
     assert close(by_site(stacks, {"leak": 0}), {"leak": 2000 * 500})
     assert totals(items)["ending"] == "ended with status 0"
-
-
-def refused(*words):
-    """The one line that says why a recording cannot be made."""
-    done = subprocess.run([*GDBLEAK, *map(str, words)], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=WAIT)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
-    return done.stderr
 
 
 @pytest.mark.parametrize("words, told", [

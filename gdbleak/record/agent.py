@@ -8,10 +8,13 @@ import numpy as np
 from ..target.elf import PT_LOAD, open_elf
 from ..target.ptrace import LiveError
 from .compile_agent import SOURCE, product
+from .seccomp import GETPID, NANOSLEEP, PROCESS_VM_READV
 
 PASSIVE, SAMPLING, FREES_ONLY = 0, 1, 2
 MMAP, MUNMAP, MREMAP, BRK = 1, 2, 3, 4
 CELLS, WAYS = 1024, 8
+SAMPLING_CALLS = GETPID, PROCESS_VM_READV               # system calls that it makes
+MAPPING_CALLS = GETPID, PROCESS_VM_READV, NANOSLEEP
 ROOM = 64               # bytes for a function's displaced instructions
 
 #: struct slot

@@ -18,7 +18,7 @@ import numpy as np
 from ..target import ptrace
 from ..target.ptrace import LiveError
 from . import agent as agents
-from . import inject, sample, session
+from . import inject, sample, seccomp, session
 from .install import Hook, Installation, Target
 from .leaks import Recording
 from .modules import Process
@@ -273,6 +273,7 @@ class EveryCall(session.Session):
         if target.blocks_trap:
             raise LiveError(f"process {pid} has a thread that blocks SIGTRAP: a breakpoint would be its end if we died; "
                             "sampled mode needs none")
+        target.check_calls((seccomp.SIGRETURN,), "nothing can be recorded in it")
         self._hooks, self._image = sample.hooks_of(target, options.pools)
         self._breakpoints = Breakpoints(self._hooks)
         self.installation = kind(target, self._breakpoints)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..target import ptrace
 from ..target.ptrace import LiveError
-from . import guard, inject, relocate, tracee
+from . import guard, inject, relocate, seccomp, tracee
 from .agent import ROOM
 from .guard import PAGE
 from .modules import Image, Process
@@ -47,12 +47,18 @@ class Target:
                 raise LiveError(f"process {pid} is no x86-64 program: recording is for x86-64 only")
             if any(fields.get("State", "?")[0] == "T" for fields in status):
                 raise LiveError(f"process {pid} is stopped: continue it first (kill -CONT {pid})")
-            self.filtered = any(fields.get("Seccomp", "0") != "0" for fields in status)
+            self._filtered = any(fields.get("Seccomp", "0") != "0" for fields in status)
             self.blocks_trap = any(int(fields.get("SigBlk", "0"), 16) >> 4 & 1 for fields in status)
             guard.clean(self.memory)
             self.process = Process(self.memory)
         except OSError:
             raise LiveError(f"process {pid} has ended") from None
+
+    def check_calls(self, calls: tuple[int, ...], otherwise: str) -> None:
+        """Raises LiveError when a seccomp filter forbids what we need: `calls` are made again and again by what we
+        install. otherwise: what mends that."""
+        if self._filtered:
+            seccomp.check(self.pid, calls, otherwise)
 
     def function(self, name: str, image: Image | None = None) -> Hook | None:
         """The function of that name that the program uses, or that an image defines; None when there is none."""

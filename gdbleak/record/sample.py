@@ -64,8 +64,7 @@ class Sampling(session.Session):
         super().__init__(pid)
         self._options = options
         target = Target(pid)
-        if target.filtered:
-            raise LiveError(f"process {pid} is under seccomp: a system call of the agent could be its end; use --exact")
+        target.check_calls(agents.SAMPLING_CALLS, "use --exact")
         self._hooks, self._image = hooks_of(target, options.pools)
         self._lua = LuaStacks(pid) if options.lua else None
         self.installation = kind(target, agents.Agent(options.by == "calls"))

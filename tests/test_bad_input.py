@@ -440,6 +440,13 @@ class Terminal:
     def send(self, text):
         os.write(self.fd, text.encode())
 
+    def begin(self, line):
+        """Send a line and wait until it was taken: a Ctrl-C before that would empty the terminal's queue."""
+        self.send(line + "\n")
+        end = time.monotonic() + LONGEST
+        while b"\n" not in os.read(self.fd, 65536):
+            assert time.monotonic() < end
+
     def settle(self):
         """After an interrupt that came too late: GDB answers "Quit" and drops what it was typed meanwhile."""
         while select.select([self.fd], [], [], 1)[0]:
@@ -495,7 +502,7 @@ def test_an_interrupt_at_any_moment_returns_to_the_prompt(captured):
     with Terminal(core.exe, environment={"GDBLEAK_NUMBA": "0"}) as gdb:
         for moment in range(20):
             gdb.command(f"core-file {core.core}")
-            gdb.send("leak-memory\n")
+            gdb.begin("leak-memory")
             time.sleep(0.03 * moment)
             gdb.send("\x03")
             shown = gdb.wait()

@@ -772,7 +772,7 @@ def test_what_a_child_lacks_of_many_mappings():
     capture = fork._ForkedCapture.__new__(fork._ForkedCapture)
     capture._stopped, capture._lines = type("Nothing", (), {"check": lambda self: None})(), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork, "mappings", lambda pid, known: there)
+        patch.setattr(fork, "mappings", lambda pid, known, check: there)
         missing = capture._missing(1, maps)
     assert missing == [m for m in maps if m not in there] and len(missing) > 700
 

@@ -22,8 +22,8 @@ import os
 import signal
 import time
 
-from ..target.live import (Capture, Unreadable, is_anonymous, is_constant, is_skipped, joined, mappings, program_files,
-                           snapshot, take, vm_flags, without)
+from ..target.live import (Capture, Unreadable, checked, is_anonymous, is_constant, is_skipped, joined, mappings,
+                           program_files, snapshot, take, vm_flags, without)
 from ..target.processes import all_processes, statistics_of
 from ..target.ptrace import (PTRACE_DETACH, PTRACE_SETOPTIONS, WALL, LiveError, Stopped, event_message, hurried,
                              living_thread, next_stop, ptrace, status_of, threads_of)
@@ -166,10 +166,10 @@ class _ForkedCapture(Capture):
 
     def _missing(self, child, maps):
         """Those mappings that the child does not have, or not all of (MADV_DONTFORK)."""
-        there = [(m.start, m.end) for m in mappings(child, self._lines)]
+        there = [(m.start, m.end) for m in mappings(child, self._lines, self._stopped.check)]
         self._stopped.check()
         known = set(there)
-        changed = [m for m in maps if (m.start, m.end) not in known and not is_skipped(m)]
+        changed = [m for m in checked(maps, self._stopped.check) if (m.start, m.end) not in known and not is_skipped(m)]
         lost = without([(m.start, m.end) for m in changed], there)
         starts = [start for start, _ in lost]
         self._stopped.check()

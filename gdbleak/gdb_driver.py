@@ -15,7 +15,8 @@ SETTINGS = ("debuginfod enabled off", "confirm off", "pagination off", "width 0"
             "auto-load gdb-scripts off", "auto-load python-scripts off")
 # What GDB says of every core and nobody can use.
 NOISE = re.compile(r"|".join((
-    r"Unexpected size of section .\.(note|reg)", r"Unable to find libthread_db matching", r"^warning: *$",
+    r"Unexpected size of section .\.(note|reg)", r"Section .\.reg-xstate\S* in core file too small",
+    r"Unable to find libthread_db matching", r"^warning: *$",
     r"^Failed to read a valid object file image", r"^\d+\s.*No such file or",
     r"^Do you need .set solib-search-path", r"^Use the .info sharedlibrary",
     r"Can't open file (/dev/|/memfd:|/SYSV|/?\[|anon_inode:|socket:)")))

@@ -34,7 +34,8 @@ PATTERNS = {
         coroutines""".split(),
 }
 ALL = [(source, name) for source, names in PATTERNS.items() for name in names]
-FLAGS = {"leaks": ["-O2"], "leaks.cc": ["-O2", "-std=c++20"]}
+#: Bound at the start: else the dynamic linker saves the vector registers on the stack at the first call of a function.
+FLAGS = {"leaks": ["-O2", "-Wl,-z,now"], "leaks.cc": ["-O2", "-std=c++20", "-Wl,-z,now"]}
 #: Direct leaks where there are cycles, of which LeakSanitizer calls every block indirect: one for each cycle that hangs
 #: on nothing else.
 CYCLES = {"cycle": 1, "cycle_tail": 2, "lists": 1, "maps": 1, "hashed": 1, "shared_cycle": 1, "custom_allocator": 1}

@@ -10,7 +10,7 @@ from ..heaps.blocks import reserve
 from ..heaps.glibc_heap import GlibcHeap
 from ..kernels import pointers as kernel
 from ..target.elf import PT_LOAD, PT_TLS, PF_W, Module
-from ..target.stacks import ended_threads, live_part, own_stack, tls_of
+from ..target.stacks import calls_the_kernel, ended_threads, live_part, own_stack, tls_of
 from ..target.target import Target
 from ..target.threads import Thread
 from .nodes import Nodes
@@ -79,8 +79,9 @@ def find(nodes: Nodes, vms: list) -> Roots:
         for name, value in thread.registers.items():
             if name not in _NO_POINTERS:
                 registers.append((thread, name, value))
-        words = np.frombuffer(thread.vectors[:len(thread.vectors) & ~7], np.uint64)
-        registers += [(thread, "(vector)", value) for value in sorted(set(words.tolist()))]
+        if not calls_the_kernel(target, thread):
+            words = np.frombuffer(thread.vectors[:len(thread.vectors) & ~7], np.uint64)
+            registers += [(thread, "(vector)", value) for value in sorted(set(words.tolist()))]
     held = nodes.nodes_at(np.array([value for *_, value in registers], np.uint64))
     found = np.flatnonzero(held >= 0)
     for k in found.tolist():
@@ -118,7 +119,7 @@ def find_areas(target: Target, heaps: list[GlibcHeap], vms: list) -> list[Area]:
             stack, own = (stack[0], max(own[0], stack[0])), (max(own[0], stack[0]), stack[1])
         if own:
             storage += [Area(start, end, STORAGE, thread) for start, end in heap.rest([own])]
-        part = live_part(thread, stack or thread.stack) if stack or thread.stack else None
+        part = live_part(target, thread, stack or thread.stack) if stack or thread.stack else None
         if part:                       # where only the mapping is known, what lies below may be other data
             live += [Area(start, end, STACK, thread) for start, end in heap.rest([part])]
         for stretch in filter(None, (own, stack or part)):

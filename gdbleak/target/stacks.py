@@ -55,12 +55,21 @@ def own_stack(target: Target, thread: Thread) -> tuple[int, int] | None:
     return None
 
 
-def live_part(thread: Thread, stack: tuple[int, int]) -> tuple[int, int]:
+def live_part(target: Target, thread: Thread, stack: tuple[int, int]) -> tuple[int, int]:
     """What of a thread's own stack is alive: from the red zone below its stack pointer up, with what lies above the
     frames. All of it where the stack pointer is not on it (but on a signal handler's or a coroutine's)."""
     if stack[0] <= thread.sp < stack[1]:
-        return max(thread.sp - thread.arch.red_zone, stack[0]), stack[1]
+        red_zone = 0 if calls_the_kernel(target, thread) else thread.arch.red_zone
+        return max(thread.sp - red_zone, stack[0]), stack[1]
     return stack
+
+
+def calls_the_kernel(target: Target, thread: Thread) -> bool:
+    """Whether a thread is in a system call by a function of libc. On x86-64 that has nothing in its red zone, and no
+    function keeps vector registers for its caller: there lies what the last copy of memory, say, has left."""
+    module = target.module_at(thread.pc)
+    return thread.registers.get("orig_rax", 1 << 32) < 1 << 32 and module is not None and \
+        module.name.startswith(("libc.", "libc-", "libpthread"))
 
 
 def _described_stack(target: Target, descriptor: int) -> tuple[int, int] | None:

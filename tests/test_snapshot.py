@@ -331,9 +331,9 @@ def test_within_a_restartable_sequence_it_is_copied_directly(run, tmp_path):
     subject = run("critical")
     if not subject.said[0]:
         pytest.skip("this C library has no rseq")
-    # Where the kernel has just thrown it out of the sequence it stands safely for a moment.
-    made = [snapshot_by_fork(subject.pid, str(tmp_path / "core")) for _ in range(10)]
-    assert "no thread of it stands at a safe place" in {one.refused for one in made}
+    # Where the kernel has just thrown it out of the sequence it stands safely for a moment: on a busy machine often.
+    assert wait_until(lambda: snapshot_by_fork(subject.pid, str(tmp_path / "core")).refused
+                      == "no thread of it stands at a safe place")
     assert subject.is_running(subject.said[0]) and children(subject.pid) == {}
 
 

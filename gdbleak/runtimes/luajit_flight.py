@@ -119,14 +119,17 @@ def _unfinished(vm: VM) -> Blocks:
 def _counted_out(vm: VM) -> list[Blocks]:
     """What a stop can have caught between that it is counted out and that it is freed, or unlinked: the strings of the
     bucket that the sweep of strings is at, as far as its chain can be followed; what string buffers hold, where a
-    register or one of the newest words of a stack has the buffer, the block or its chunk, as while it is freed."""
+    register or one of the newest words of a stack has the userdata, the buffer in it, the block or its chunk, as while
+    it is freed."""
     objects, (block, size, row) = vm.objects, vm.blocks
     threads, newest = vm.target.threads, 8 * np.arange(_NEWEST, dtype=np.uint64)
     tops = np.array([thread.sp for thread in threads], np.uint64)[:, None] + newest
     at = np.array([value for thread in threads for value in thread.registers.values()], np.uint64)
     at = np.concatenate([at, vm.target.space.gather(tops.reshape(-1), np.uint64)[0]]).view(np.int64)
     held = (row >= 0) & (objects.kind[row] == kernel.UDATA) & (block != objects.address[row])
-    held &= np.isin(block, at) | np.isin(block - 16, at) | np.isin(objects.address[row] + vm.layout.GCudata_sizeof, at)
+    userdata = objects.address[row]
+    held &= np.isin(block, at) | np.isin(block - 16, at) | np.isin(userdata, at) | \
+        np.isin(userdata + vm.layout.GCudata_sizeof, at)
     freed = [[one] for one in zip(block[held].tolist(), size[held].tolist())]
     try:
         bucket = vm.u32(vm.g + vm.layout.g_gc + vm.layout.GCState_sweepstr) - 1

@@ -417,6 +417,31 @@ ALLOCATES(aligned_alloc, b, 0, a, b)
 ALLOCATES(valloc, a, 0, a)
 ALLOCATES(pvalloc, a, 0, a)
 ALLOCATES(create, a, 1, a, b)
+ALLOCATES(mallocx, a, 1, a, b)
+ALLOCATES(new_nothrow, a, 1, a, b)
+ALLOCATES(new_array_nothrow, a, 1, a, b)
+ALLOCATES(new_aligned_nothrow, a, 1, a, b, c)
+ALLOCATES(new_array_aligned_nothrow, a, 1, a, b, c)
+
+/* An exception cannot pass a frame of ours: that one does the work which throws none. If it fails, what may throw runs
+ * in our place. */
+#define MAY_THROW(name)                                                                                         \
+    SHARED u64 agent_##name(ARGUMENTS)                                                                          \
+    {                                                                                                           \
+        UNUSED;                                                                                                 \
+        ENTER;                                                                                                  \
+        struct sample by = due(amount_of(a), 1);                                                                \
+        u64 pointer = REAL(name##_nothrow, a, b, c);                                                            \
+        if (by.mean && pointer && !is_internal(frame->return_address))                                          \
+            record(pointer, a, by, frame);                                                                      \
+        LEAVE;                                                                                                  \
+        return pointer;                                                                                         \
+    }
+
+MAY_THROW(new)
+MAY_THROW(new_array)
+MAY_THROW(new_aligned)
+MAY_THROW(new_array_aligned)
 
 SHARED u64 agent_posix_memalign(ARGUMENTS)
 {
@@ -430,24 +455,29 @@ SHARED u64 agent_posix_memalign(ARGUMENTS)
     return error;
 }
 
-SHARED u64 agent_realloc(ARGUMENTS)
-{
-    UNUSED;
-    ENTER;
-    struct sample by = due(amount_of(b), 0);
-    u64 before = a && state != PASSIVE ? take_out(a) : -1UL;        /* first: another thread may get that address */
-    u64 pointer = REAL(realloc, a, b);
-    if (before != -1UL) {
-        if ((pointer || !b) || !insert(a, before)) {
-            ADD(&released, 1);
-            give_slot(before);
-        }
+#define REALLOCATES(name)                                                                                       \
+    SHARED u64 agent_##name(ARGUMENTS)                                                                          \
+    {                                                                                                           \
+        UNUSED;                                                                                                 \
+        ENTER;                                                                                                  \
+        struct sample by = due(amount_of(b), 0);                                                                \
+        /* first: another thread may get that address */                                                        \
+        u64 before = a && state != PASSIVE ? take_out(a) : -1UL;                                                \
+        u64 pointer = REAL(name, a, b, c);                                                                      \
+        if (before != -1UL) {                                                                                   \
+            if ((pointer || !b) || !insert(a, before)) {                                                        \
+                ADD(&released, 1);                                                                              \
+                give_slot(before);                                                                              \
+            }                                                                                                   \
+        }                                                                                                       \
+        if (by.mean && pointer && !is_internal(frame->return_address))                                          \
+            record(pointer, b, by, frame);                                                                      \
+        LEAVE;                                                                                                  \
+        return pointer;                                                                                         \
     }
-    if (by.mean && pointer && !is_internal(frame->return_address))
-        record(pointer, b, by, frame);
-    LEAVE;
-    return pointer;
-}
+
+REALLOCATES(realloc)
+REALLOCATES(rallocx)
 
 SHARED u64 agent_free(ARGUMENTS)
 {
@@ -528,22 +558,42 @@ MAPS(brk, BRK, a)
 /* Count the amount down, of bytes or calls; most calls go straight on. `size`: puts bytes + 16 into r11. */
 #define COUNT_DOWN \
     "mov %fs:0, %rax\n shr $6, %eax\n and $0xffc0, %eax\n lea cells(%rip), %r10\n sub %r11, (%r10,%rax)\n"
-#define COUNTED(name, size)                                                                                     \
-    __asm__(".text\n" ENTRY(name) size COUNT_DOWN "jbe slow_" #name "\n" ROOM(name)                              \
-        ENTRY(name##_calls) "mov $1, %r11d\n" COUNT_DOWN "ja real_" #name "\n"                                  \
-        "slow_" #name ":" FRAMED(name) "ret\n");
+#define ENTRIES(name, size)                                                                                     \
+    ENTRY(name) size COUNT_DOWN "jbe slow_" #name "\n" ROOM(name)                                               \
+    ENTRY(name##_calls) "mov $1, %r11d\n" COUNT_DOWN "ja real_" #name "\n slow_" #name ":"
+#define COUNTED(name, size) __asm__(".text\n" ENTRIES(name, size) FRAMED(name) "ret\n");
+
+/* Where agent_NAME returns 0, the real function runs with the registers as they were. */
+#define COUNTED_OR_REAL(name, size)                                                                             \
+    __asm__(".text\n" ENTRIES(name, size)                                                                       \
+        "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rdi, %rbx\n mov %rsi, %rbp\n" \
+        CALL(name)                                                                                              \
+        "mov %rbx, %rdi\n mov %rbp, %rsi\n mov 32(%rsp), %rbx\n mov 40(%rsp), %rbp\n add $48, %rsp\n"           \
+        "test %rax, %rax\n je real_" #name "\n ret\n");
 
 /* Most pointers were not sampled, as the filter tells. The real function runs when the agent is off the stack. */
 #define RELEASES(name)                                                                                          \
     __asm__(".text\n" ENTRY(name)                                                                               \
         "mov %edi, %eax\n shr $4, %eax\n movzwl %ax, %eax\n lea filter(%rip), %r10\n cmpb $0, (%r10,%rax)\n"     \
         "jne slow_" #name "\n" ROOM(name)                                                                       \
-        "slow_" #name ": push %rdi\n push %rdi\n" CALL(free) "pop %rdi\n pop %rdi\n jmp real_" #name "\n");
+        "slow_" #name ": push %rdi\n push %rsi\n push %rdx\n push %rdx\n" CALL(free)                             \
+        "pop %rdx\n pop %rdx\n pop %rsi\n pop %rdi\n jmp real_" #name "\n");
 
-COUNTED(malloc, "lea 16(%rdi), %r11\n")
+#define BY_SIZE "lea 16(%rdi), %r11\n"
+COUNTED(malloc, BY_SIZE)
 COUNTED(calloc, "mov %rdi, %r11\n imul %rsi, %r11\n add $16, %r11\n")
-COUNTED(create, "lea 16(%rdi), %r11\n")
-RELEASES(free)
+COUNTED(create, BY_SIZE)
+COUNTED(mallocx, BY_SIZE)
+COUNTED(new_nothrow, BY_SIZE) COUNTED(new_aligned_nothrow, BY_SIZE)
+COUNTED(new_array_nothrow, BY_SIZE) COUNTED(new_array_aligned_nothrow, BY_SIZE)
+COUNTED_OR_REAL(new, BY_SIZE) COUNTED_OR_REAL(new_aligned, BY_SIZE)
+COUNTED_OR_REAL(new_array, BY_SIZE) COUNTED_OR_REAL(new_array_aligned, BY_SIZE)
+RELEASES(free) RELEASES(free_sized) RELEASES(free_aligned_sized) RELEASES(dallocx) RELEASES(sdallocx)
 RELEASES(destroy)
-ALWAYS(realloc) ALWAYS(memalign) ALWAYS(aligned_alloc) ALWAYS(posix_memalign) ALWAYS(valloc) ALWAYS(pvalloc)
+RELEASES(delete) RELEASES(delete_sized) RELEASES(delete_nothrow)
+RELEASES(delete_aligned) RELEASES(delete_sized_aligned) RELEASES(delete_aligned_nothrow)
+RELEASES(delete_array) RELEASES(delete_array_sized) RELEASES(delete_array_nothrow)
+RELEASES(delete_array_aligned) RELEASES(delete_array_sized_aligned) RELEASES(delete_array_aligned_nothrow)
+ALWAYS(realloc) ALWAYS(rallocx)
+ALWAYS(memalign) ALWAYS(aligned_alloc) ALWAYS(posix_memalign) ALWAYS(valloc) ALWAYS(pvalloc)
 ALWAYS(mmap) ALWAYS(munmap) ALWAYS(mremap) ALWAYS(brk)

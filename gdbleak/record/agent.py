@@ -15,6 +15,25 @@ MMAP, MUNMAP, MREMAP, BRK = 1, 2, 3, 4
 CELLS, WAYS = 1024, 8
 SAMPLING_CALLS = GETPID, PROCESS_VM_READV               # system calls that it makes
 MAPPING_CALLS = GETPID, PROCESS_VM_READV, NANOSLEEP
+
+#: Hooks and the symbols of their functions: those of every malloc, and those that some libraries with a malloc bring
+#: besides (jemalloc, tcmalloc, mimalloc: C++'s operators that do not call it). In others that is who calls malloc.
+MALLOC = {name: name for name in (
+    "malloc", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "valloc", "pvalloc", "mallocx",
+    "rallocx", "free", "free_sized", "free_aligned_sized", "dallocx", "sdallocx")}
+NEW = {"new_nothrow": "_ZnwmRKSt9nothrow_t", "new_aligned_nothrow": "_ZnwmSt11align_val_tRKSt9nothrow_t",
+       "new_array_nothrow": "_ZnamRKSt9nothrow_t", "new_array_aligned_nothrow": "_ZnamSt11align_val_tRKSt9nothrow_t",
+       "new": "_Znwm", "new_aligned": "_ZnwmSt11align_val_t",
+       "new_array": "_Znam", "new_array_aligned": "_ZnamSt11align_val_t"}
+DELETE = {"delete": "_ZdlPv", "delete_sized": "_ZdlPvm", "delete_nothrow": "_ZdlPvRKSt9nothrow_t",
+          "delete_aligned": "_ZdlPvSt11align_val_t", "delete_sized_aligned": "_ZdlPvmSt11align_val_t",
+          "delete_aligned_nothrow": "_ZdlPvSt11align_val_tRKSt9nothrow_t",
+          "delete_array": "_ZdaPv", "delete_array_sized": "_ZdaPvm", "delete_array_nothrow": "_ZdaPvRKSt9nothrow_t",
+          "delete_array_aligned": "_ZdaPvSt11align_val_t", "delete_array_sized_aligned": "_ZdaPvmSt11align_val_t",
+          "delete_array_aligned_nothrow": "_ZdaPvSt11align_val_tRKSt9nothrow_t"}
+POOLS = {"create": "ngx_create_pool", "destroy": "ngx_destroy_pool"}
+RELEASES = {"free", "free_sized", "free_aligned_sized", "dallocx", "sdallocx", "destroy", *DELETE}
+MAY_THROW = {name: f"{name}_nothrow" for name in NEW if f"{name}_nothrow" in NEW}    # and which hook does its work
 ROOM = 64               # bytes for a function's displaced instructions
 
 #: struct slot

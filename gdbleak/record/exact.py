@@ -37,7 +37,7 @@ _HANDLER = bytes.fromhex(
     "817e08800000007519488b82a8000000488d0de9ffffff4829c8483d00100000723f488b05d70f00004883f801773374"
     "30b80d000000bf05000000488d35e60f000031d241ba080000000f05b8270000000f0589c7be05000000b83e0000000f"
     "05c3ffe0")
-_RESTORER_AT, _STUBS_AT, _STUB_SIZE, _ROOMS_AT = 0x80, 0x100, 32, 0x800
+_RESTORER_AT, _STUBS_AT, _STUB_SIZE, _ROOMS_AT = 0x80, 0x100, 32, 0x700      # 36 of each
 # Mark the frame as returned from, in its unused gs, so that it is not taken for one that a thread is to return by:
 #   movw $1, 186(%rsp); mov $15, %eax; syscall
 _RESTORER = bytes.fromhex("66c78424ba0000000100 b80f000000 0f05")
@@ -45,7 +45,8 @@ _DATA = {"old_action": 0, "default_action": 0x28, "new_action": 0x60, "state": 0
 _NOT_SAVED = b"\xff" * 8                            # in old_action until the kernel has written it
 _FLAGS = 0x04000000 | 0x40000000 | 0x08000000 | 0x10000000 | 4   # RESTORER, NODEFER, ONSTACK, RESTART, SIGINFO
 
-_RELEASES = ("free", "destroy")
+_REALLOCATES = ("realloc", "rallocx")
+_SIZE_ARGUMENT = {"realloc": 1, "rallocx": 1, "memalign": 1, "aligned_alloc": 1, "posix_memalign": 2}   # else 0
 _LISTEN, _GETSIGINFO = 0x4208, 0x4202
 _SI_KERNEL = 0x80
 
@@ -59,20 +60,28 @@ class Breakpoints:
         page = bytearray(b"\xf4" * _PAGE)
         page[:len(_HANDLER)] = _HANDLER
         page[_RESTORER_AT:_RESTORER_AT + len(_RESTORER)] = _RESTORER
-        self._stubs, self._rooms = {}, {}
-        for number, hook in enumerate(hooks):
-            at = _STUBS_AT + number * _STUB_SIZE
-            trampoline = _ROOMS_AT + number * agents.ROOM
-            self._stubs[hook.name], self._rooms[hook.name] = at, trampoline
-            page[at:at + _STUB_SIZE] = self._stub(hook.name, at, trampoline).ljust(_STUB_SIZE, b"\xf4")
+        self._stubs = {hook.name: _STUBS_AT + number * _STUB_SIZE for number, hook in enumerate(hooks)}
+        self._rooms = {hook.name: _ROOMS_AT + number * agents.ROOM for number, hook in enumerate(hooks)}
+        self._behind = {}               # hook -> offset of the breakpoint behind its function
+        for name, at in self._stubs.items():
+            page[at:at + _STUB_SIZE] = self._stub(name, at).ljust(_STUB_SIZE, b"\xf4")
         self.code = bytes(page)
 
-    @staticmethod
-    def _stub(name, at, trampoline):
-        if name in _RELEASES:                   # int3; jmp trampoline
-            return b"\xcc\xe9" + struct.pack("<i", trampoline - (at + 6))
-        # int3; push %rsp; call trampoline; push $0; add $16, %rsp; int3; ret   (see inject.refer_to)
-        return b"\xcc\x54\xe8" + struct.pack("<i", trampoline - (at + 7)) + b"\x6a\0\x48\x83\xc4\x10\xcc\xc3"
+    def _stub(self, name, at):
+        def near(opcode, code, to):             # an instruction behind that code, which leads to the room of a hook
+            return code + opcode + struct.pack("<i", self._rooms[to] - (at + len(code) + 5))
+
+        if name in agents.RELEASES:             # int3; jmp room
+            return near(b"\xe9", b"\xcc", name)
+        # int3; push %rsp; call room; push $0; add $16, %rsp; int3; ret   (see inject.refer_to)
+        # An exception cannot pass the stub: see MAY_THROW in agent.c. Those keep rsi and rdi meanwhile.
+        quiet = agents.MAY_THROW.get(name)
+        code = near(b"\xe8", b"\xcc\x56\x57\x54" if quiet else b"\xcc\x54", quiet or name)
+        code += b"\x6a\0\x48\x83\xc4\x10" + (b"\x5f\x5e" if quiet else b"") + b"\xcc"
+        self._behind[name] = at + len(code)
+        if not quiet:
+            return code + b"\xc3"
+        return near(b"\xe9", code + b"\x48\x85\xc0\x74\x01\xc3", name)     # test %rax, %rax; je 1f; ret; 1: jmp room
 
     def offset(self, name: str) -> int:
         """Where a variable lies. KeyError when there is none."""
@@ -91,8 +100,7 @@ class Breakpoints:
         found = {}
         for name, at in self._stubs.items():
             found[base + at + 1] = (name, False)
-            if name not in _RELEASES:
-                found[base + at + 14] = (name, True)
+        found.update((base + at, (name, True)) for name, at in self._behind.items())
         return found
 
     @staticmethod
@@ -190,10 +198,10 @@ class _Calls:
     def entered(self, tid: int, name: str, registers: inject.Registers, allocations: bool) -> None:
         """A call begins. Without `allocations`, only what it releases counts."""
         self.count += 1
-        if name in _RELEASES:
+        if name in agents.RELEASES:
             self.live.pop(registers.rdi, None)
             return
-        held = self.live.pop(registers.rdi, None) if name == "realloc" else None
+        held = self.live.pop(registers.rdi, None) if name in _REALLOCATES else None
         stack = self._stack(registers.rsp)
         return_address = int.from_bytes(stack[:8], "little")
         row = np.zeros((), agents.SLOT)
@@ -234,11 +242,10 @@ class _Calls:
         self._raw = 0
 
     def _outcome(self, call, result):
-        a, b, c = call.arguments
-        size = {"calloc": a * b, "realloc": b, "memalign": b, "aligned_alloc": b, "posix_memalign": c}.get(call.name, a)
+        size = call.arguments[_SIZE_ARGUMENT.get(call.name, 0)] * (call.arguments[1] if call.name == "calloc" else 1)
         if call.name == "posix_memalign":
             ok = result & 0xffffffff == 0
-            return size, int.from_bytes(self._memory.read(a, 8), "little") if ok else 0
+            return size, int.from_bytes(self._memory.read(call.arguments[0], 8), "little") if ok else 0
         return size, result
 
     def _is_internal(self, call):
@@ -287,7 +294,8 @@ class EveryCall(session.Session):
         installation.halted(lambda halted: inject.make_calls(halted, [
             (inject.SIGACTION, signal.SIGTRAP, installation.at("new_action"), installation.at("old_action"), 8)]))
         internal = [(installation.base, installation.base + _PAGE)]
-        internal += [(hook.address, hook.address + len(hook.body)) for hook in self._hooks if hook.name not in _RELEASES]
+        internal += [(hook.address, hook.address + len(hook.body)) for hook in self._hooks
+                     if hook.name not in agents.RELEASES]
         self._stops = self._breakpoints.stops(installation.base)
         self.calls = _Calls(installation.memory, internal)
 

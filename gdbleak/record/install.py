@@ -189,8 +189,9 @@ class Installation:
         return place
 
     def _fill(self, hooks, settings):
-        """Write the agent's code and data; returns the patches (address, before, after, displaced size)."""
-        code, patches = bytearray(self.agent.code), []
+        """Write the agent's code and data; returns the patches (address, before, after, displaced size). A function
+        with several names leads to the hook of the first."""
+        code, patches = bytearray(self.agent.code), {}
         for hook in hooks:
             at = self.agent.room(hook.name)
             displaced = relocate.displace(hook.body, hook.address, self.base + at)
@@ -198,10 +199,10 @@ class Installation:
                 raise LiveError(f"the first instructions of {hook.name} take too much room")
             code[at:at + len(displaced.code)] = displaced.code
             after = relocate.jump(hook.address, self.base + self.agent.entry(hook.name))
-            patches.append((hook.address, hook.body[:len(after)], after, displaced.size))
+            patches.setdefault(hook.address, (hook.address, hook.body[:len(after)], after, displaced.size))
         self.memory.write(self.base + self.agent.data, self.agent.initial_data(settings()))
         self.memory.write(self.base, bytes(code))
-        return patches
+        return list(patches.values())
 
     def patch(self, halted: ptrace.Stopped) -> None:
         """Have the hooked functions lead to the agent. Raises Unsafe, LiveError, OSError."""

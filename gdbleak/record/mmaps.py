@@ -14,7 +14,7 @@ from ..target.live import Mapping, without
 from ..target.processes import statistics_of
 from ..target.ptrace import LiveError
 from . import agent as agents
-from . import sample, session, tracee
+from . import session, tracee
 from .agent import word
 from .install import Installation, Target
 from .leaks import Recording
@@ -217,7 +217,7 @@ class MappingCalls(session.Session):
         if not any(hook.name == "mmap" for hook in self._hooks):
             raise LiveError("no symbol tells where mmap is: a static program that was stripped cannot be recorded")
         self._heaps = [(hook.address, hook.address + len(hook.body))
-                       for hook in map(target.function, sample.ALLOCATORS) if hook]
+                       for hook in map(target.function, agents.MALLOC) if hook and hook.name not in agents.RELEASES]
         self.installation = kind(target, agents.Agent())
         self._ring = _Ring(self.installation)
 

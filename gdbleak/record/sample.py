@@ -16,7 +16,6 @@ from .lua import ROOM, LuaStacks
 from .session import Course
 from .unwind import Stacks
 
-ALLOCATORS = ("malloc", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "valloc", "pvalloc")
 SLOTS, STACK_BYTES = 1 << 14, 8192
 TICKS_A_QUANTUM = 1 << 24
 
@@ -34,27 +33,18 @@ class Options(NamedTuple):
 
 def hooks_of(target: Target, pools: bool):
     """(hooks, the image they are in). Raises LiveError."""
-    if pools:
-        pair = [("ngx_create_pool", "create"), ("ngx_destroy_pool", "destroy")]
-        image = target.process.definer("ngx_create_pool")
-        names = dict(pair)
-    else:
-        image = target.process.definer("malloc")
-        names = {name: name for name in (*ALLOCATORS, "free")}
+    names = agents.POOLS if pools else {**agents.MALLOC, **agents.NEW, **agents.DELETE}
+    needed = ("create", "destroy") if pools else ("malloc", "free")
+    image = target.process.definer(names[needed[0]])
     if image is None:
         raise LiveError("no symbol tells where " + ("nginx's pools are made (is this nginx?)" if pools else
                         "malloc is: a static program that was stripped cannot be recorded"))
-    hooks, addresses = [], set()
-    for name, hook in names.items():
-        found = target.function(name, image)
-        if found and found.address not in addresses:
-            addresses.add(found.address)
-            hooks.append(found._replace(name=hook))
-    missing = {"create", "destroy"} if pools else {"malloc", "free"}
-    missing -= {hook.name for hook in hooks}
+    found = {name: target.function(symbol, image) for name, symbol in names.items()}
+    missing = [name for name in needed if found[name] is None]
     if missing:
         raise LiveError(f"{image.name} does not tell where {' and '.join(sorted(missing))} is")
-    return hooks, image
+    return [hook._replace(name=name) for name, hook in found.items()
+            if hook and found.get(agents.MAY_THROW.get(name, name))], image
 
 
 class Sampling(session.Session):
@@ -116,7 +106,7 @@ def settings(installation: Installation, hooks, options: Options) -> dict[str, b
     target = max(1, round(options.rate * TICKS_A_QUANTUM / ticks)) if not options.every else 0
     internal = [installation.base, installation.base + installation.agent.data]
     for hook in hooks:
-        if hook.name not in ("free", "destroy"):
+        if hook.name not in agents.RELEASES:
             internal += [hook.address, hook.address + len(hook.body)]
     by_bytes = options.by == "bytes"
     return {"state": agents.SAMPLING.to_bytes(4, "little"), "mean": word(options.every or 1),

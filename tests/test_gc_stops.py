@@ -1,14 +1,18 @@
 """leak-gc at any moment of a program that allocates without end: what is missing is named, chunk by chunk."""
 import json
+import lzma
 import random
 import re
 import subprocess
 
 import pytest
 
+from gdbleak.heaps import lj_alloc
+from gdbleak.reports.analysis import Analysis
+from gdbleak.target.core_file import open_core
 from tests import luajit_target
 from tests.luajit_target import FIXTURES
-from tests.targets import TIMEOUT, items_of, run_gdb
+from tests.targets import ROOT, TIMEOUT, items_of, run_gdb
 
 CASES = [("debian-debug", "churn", 15), ("openresty", "grow", 15)]
 SLOW = [(name, mode, 250) for name in ("debian", "openresty-debug", "debian-gc32", "openresty-gc32", "debian-sysmalloc")
@@ -74,6 +78,26 @@ def test_one_moment(tmp_path, name, allocator, moment):
     assert check["explained"], text
     assert [found["address"] for found in check["in_flight"]] == ([address] if returns else [])
     assert re.search(rf"explained by .*{asked:,} bytes.*{address:#x}", text), text
+
+
+def test_a_segment_that_was_just_unmapped(tmp_path, monkeypatch):
+    """Its record has gone with it, and the allocator's list leads to it still: who unmaps it has the next at hand."""
+    core = tmp_path / "core"
+    core.write_bytes(lzma.decompress((ROOT / "fixtures" / "cores" / "luajit-cache.core.xz").read_bytes()))
+    target = open_core(str(core), "")
+    vm, = Analysis.of(target).luajit
+    before = vm.allocator
+    first, gone, last = before.segments
+    there = target.space.present
+    monkeypatch.setattr(target.space, "present", lambda low, high: [
+        one for one in there(low, high) if not gone.start <= one[0] < gone.start + gone.size])
+    at = before.address
+    assert lj_alloc.read(target, at) is None            # none is at hand, and the last has the allocator itself
+    target.threads[0].registers["rbx"] = before.records[2]
+    heap = lj_alloc.read(target, at)
+    assert [(one.start, one.in_use_bytes) for one in heap.segments] == [
+        (one.start, one.in_use_bytes) for one in (first, last)]
+    assert any("has just been unmapped" in note for note in heap.notes)
 
 
 def test_earlier_stops_are_forgotten(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 from ..kernels import lj_alloc as kernel
 from ..target.address_space import Absent
 from ..target.layout import struct
+from ..target.stacks import words_at_hand
 from ..target.target import Target
 
 # struct malloc_state of lj_alloc.c (LP64), the same in every release
@@ -75,6 +76,10 @@ def read(target: Target, address: int) -> LjAlloc | None:
         at, seen = address + MSPACE.fields["seg_base"][1], set()
         while at and at not in seen:
             seen.add(at)
+            if heap.records and not space.present(at, at + SEGMENT.itemsize):
+                heap.notes.append(f"the segment that had its record at {at:#x} has just been unmapped")
+                at = _next_of_unmapped(target, seen)
+                continue
             row = space.struct(at, SEGMENT)
             segment = Segment(int(row["base"]), int(row["size"]))
             if not segment.size or segment.start & 15 or segment.size > 1 << 46:
@@ -89,6 +94,19 @@ def read(target: Target, address: int) -> LjAlloc | None:
     for segment in heap.segments:
         _measure(target, heap, segment, int(mspace["topsize"]))
     return heap
+
+
+def _next_of_unmapped(target: Target, seen: set[int]) -> int:
+    """The record that follows one which went with its segment: who unmaps that has it at hand until the list is
+    closed. 0 when there is none."""
+    for at in dict.fromkeys(words_at_hand(target).tolist()):
+        if at not in seen and not at & 7 and target.space.present(at, at + SEGMENT.itemsize) == [
+                (at, at + SEGMENT.itemsize)]:
+            row = target.space.struct(at, SEGMENT)
+            base, size = int(row["base"]), int(row["size"])
+            if base & 4095 == 0 and size and size & 4095 == 0 and base <= at < base + size:
+                return at
+    return 0
 
 
 def _walk(target: Target, heap: LjAlloc, segment: Segment, address: np.ndarray, size: np.ndarray) -> tuple[int, ...]:

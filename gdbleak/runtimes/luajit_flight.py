@@ -14,10 +14,10 @@ import numpy as np
 from ..heaps import lj_alloc
 from ..kernels import luajit as kernel
 from ..target.address_space import Absent
+from ..target.stacks import words_at_hand
 from .luajit import VM, strings_of
 
 _FEW = 8                       # more chunks than these are not one operation under way
-_NEWEST = 64                   # words of a stack: the frames that free a block
 Blocks = list[tuple[int, int]]  # (address, bytes) of each
 
 
@@ -122,10 +122,7 @@ def _counted_out(vm: VM) -> list[Blocks]:
     register or one of the newest words of a stack has the userdata, the buffer in it, the block or its chunk, as while
     it is freed."""
     objects, (block, size, row) = vm.objects, vm.blocks
-    threads, newest = vm.target.threads, 8 * np.arange(_NEWEST, dtype=np.uint64)
-    tops = np.array([thread.sp for thread in threads], np.uint64)[:, None] + newest
-    at = np.array([value for thread in threads for value in thread.registers.values()], np.uint64)
-    at = np.concatenate([at, vm.target.space.gather(tops.reshape(-1), np.uint64)[0]]).view(np.int64)
+    at = words_at_hand(vm.target).view(np.int64)
     held = (row >= 0) & (objects.kind[row] == kernel.UDATA) & (block != objects.address[row])
     userdata = objects.address[row]
     held &= np.isin(block, at) | np.isin(block - 16, at) | np.isin(userdata, at) | \

@@ -12,6 +12,7 @@ from .threads import Thread
 
 DESCRIPTOR = 2304              # bytes of a struct pthread that are looked at; releases differ little in it
 _AT_RANDOM = 25                # auxv: points into the main thread's stack
+_NEWEST = 64                            # words of a stack: some frames
 _TOP, _LEAST_STACK = 16384, 16384      # bytes from a descriptor to the end of its stack at most; PTHREAD_STACK_MIN
 _TILE = 1 << 15                # words compared at once: as many as the processor's cache holds
 _TID = 0x2d0                   # of struct pthread
@@ -70,6 +71,14 @@ def calls_the_kernel(target: Target, thread: Thread) -> bool:
     module = target.module_at(thread.pc)
     return thread.registers.get("orig_rax", 1 << 32) < 1 << 32 and module is not None and \
         module.name.startswith(("libc.", "libc-", "libpthread"))
+
+
+def words_at_hand(target: Target) -> np.ndarray:
+    """What the threads are at, as far as their registers and the newest words of their stacks tell (uint64)."""
+    newest = 8 * np.arange(_NEWEST, dtype=np.uint64)
+    tops = np.array([thread.sp for thread in target.threads], np.uint64)[:, None] + newest
+    held = [value for thread in target.threads for value in thread.registers.values()]
+    return np.concatenate([np.array(held, np.uint64), target.space.gather(tops.reshape(-1), np.uint64)[0]])
 
 
 def _described_stack(target: Target, descriptor: int) -> tuple[int, int] | None:

@@ -277,7 +277,7 @@ class EveryCall(session.Session):
         super().__init__(pid)
         self._options = options
         target = Target(pid)
-        if target.blocks_trap:
+        if target.blocks_trap():
             raise LiveError(f"process {pid} has a thread that blocks SIGTRAP: a breakpoint would be its end if we died; "
                             "sampled mode needs none")
         target.check_calls((seccomp.SIGRETURN,), "nothing can be recorded in it")

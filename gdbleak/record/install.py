@@ -4,12 +4,15 @@ The guard knows of each change before it is made. After the process is let go no
 """
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import time
 from typing import NamedTuple
 
 from ..target import ptrace
 from ..target.ptrace import LiveError
+from ..target.room import field
 from . import guard, inject, relocate, seccomp, tracee
 from .agent import ROOM
 from .guard import PAGE
@@ -18,6 +21,8 @@ from .modules import Image, Process
 _REACH = (1 << 31) - (1 << 26)
 _HOLE = PAGE            # kept free around what is mapped, so that the kernel does not join it with something at once
 _HEAP_ROOM = 1 << 30    # kept free above the heap that grows by brk
+_LOOKS = 6
+_LESS = "--exact needs less"
 _TRIES, _PAUSE = 200, 0.005      # seconds
 
 
@@ -48,11 +53,21 @@ class Target:
             if any(fields.get("State", "?")[0] == "T" for fields in status):
                 raise LiveError(f"process {pid} is stopped: continue it first (kill -CONT {pid})")
             self._filtered = any(fields.get("Seccomp", "0") != "0" for fields in status)
-            self.blocks_trap = any(int(fields.get("SigBlk", "0"), 16) >> 4 & 1 for fields in status)
             guard.clean(self.memory)
             self.process = Process(self.memory)
         except OSError:
             raise LiveError(f"process {pid} has ended") from None
+
+    def blocks_trap(self) -> bool:
+        """Whether a thread has SIGTRAP blocked, and not only for a moment, as around a fork."""
+        blocking = set(ptrace.threads_of(self.pid))
+        for _ in range(_LOOKS):
+            blocking = {tid for tid in blocking
+                        if int((ptrace.status_of(tid) or {}).get("SigBlk", "0"), 16) >> signal.SIGTRAP - 1 & 1}
+            if not blocking:
+                return False
+            time.sleep(2 * _PAUSE)
+        return True
 
     def check_calls(self, calls: tuple[int, ...], otherwise: str) -> None:
         """Raises LiveError when a seccomp filter forbids what we need: `calls` are made again and again by what we
@@ -92,6 +107,16 @@ def free_place(process: Process, size: int, near: Image | None) -> int:
         raise LiveError("there is no room in the target's address space" + (f" near {near.name}" if near else ""))
     centre = near.start if near else 1 << 47
     return min(places, key=lambda place: abs(place - centre))
+
+
+def _refusal(pid: int, error: int) -> str:
+    """Why the kernel does not map the agent into a process, and what mends it."""
+    if error == errno.ENOMEM:
+        return f"process {pid} gets no memory for the agent: a limit is reached (its own, or of locked memory); {_LESS}"
+    if error in (errno.EPERM, errno.EACCES):
+        return (f"a security policy keeps process {pid} from memory that was written and is then executed (MDWE, SELinux): "
+                "nothing can be recorded in it, but `gdbleak snapshot` works")
+    return f"the kernel does not map the agent into process {pid}: {os.strerror(error) if error > 0 else 'elsewhere'}"
 
 
 class Installation:
@@ -171,15 +196,28 @@ class Installation:
                 regions.append((elsewhere, self.room + room))
                 calls.append((inject.MMAP, elsewhere, PAGE + room, 3, 0x104022, -1, 0))
                 results.append(elsewhere)
+            self._check_limits(sum(end - first for first, end in regions))
             self.guard.announce(nonce=os.urandom(16).hex(), regions=regions,
                                 code=[self.base, self.base + self.agent.data], state=self.at("state"))
-            if inject.make_calls(halted, calls) != results:
-                raise LiveError("the kernel refuses to map the agent: a limit on memory, or a security policy against "
-                                "memory that was written and is then executed")
+            made = inject.make_calls(halted, calls)
+            if made != results:
+                raise LiveError(_refusal(self.target.pid, -made[-1]))
             for (start, _), content in zip(regions, [self.guard.plan.page(), self.guard.plan.mark]):
                 self.memory.write(start, content)
 
         self.halted(action)
+
+    def _check_limits(self, size):
+        """Raises LiveError when the process would have less left of a limit on its memory than it has to give us."""
+        with open(f"/proc/{self.memory.tid}/limits", encoding="ascii") as file:
+            limits = {line[:26].strip(): line[26:].split()[0] for line in file}
+        for limit, used, option in (("Max address space", "VmSize", "as"), ("Max data size", "VmData", "data")):
+            if limits.get(limit, "unlimited") != "unlimited":
+                left = int(limits[limit]) - field(f"/proc/{self.memory.tid}/status", used)
+                if left < 2 * size:
+                    raise LiveError(f"process {self.target.pid} may map {max(left, 0) / 1e6:.0f} MB more, and "
+                                    f"{2 * size / 1e6:.0f} MB should be left to it and us: {_LESS}, or raise its limit "
+                                    f"(prlimit --pid {self.target.pid} --{option}=unlimited)")
 
     def _elsewhere(self, start, end, size):
         """A place for `size` bytes that touches not [start, end), which is not mapped yet."""

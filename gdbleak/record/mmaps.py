@@ -235,11 +235,11 @@ class MappingCalls(session.Session):
 
     def collect(self) -> None:
         self.installation.write("state", agents.PASSIVE, 4)
+        self._after = _own(self._target, self.installation)        # at once: what is mapped from now on is not recorded
         time.sleep(_LOOK)
         self._ring.drain()
         self._dropped = self.installation.read("dropped")
         super().collect()
-        self._after = _own(self._target, self.installation)
 
     def recording(self, course: Course) -> Recording:
         ring, after = self._ring, self._after

@@ -38,7 +38,7 @@ def hooks_of(target: Target, pools: bool):
     image = target.process.definer(names[needed[0]])
     if image is None:
         raise LiveError("no symbol tells where " + ("nginx's pools are made (is this nginx?)" if pools else
-                        "malloc is: a static program that was stripped cannot be recorded"))
+                        "malloc is: the program has none (as those in Go), or it is static and was stripped"))
     found = {name: target.function(symbol, image) for name, symbol in names.items()}
     missing = [name for name in needed if found[name] is None]
     if missing:

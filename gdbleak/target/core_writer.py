@@ -13,14 +13,14 @@ MACHINES = {"x86_64": (62, 216), "aarch64": (183, 272)}    # e_machine, bytes of
 _PT_LOAD, _PT_NOTE, _PN_XNUM = 1, 4, 0xFFFF
 
 
-def thread_notes(tid, parents, register_size):
-    """Notes of one stopped thread. parents: parent process, process group and session."""
+def thread_notes(tid, named, parents, register_size):
+    """Notes of one stopped thread. named: its id in the core; parents: parent process, process group and session."""
     general = register_set(tid, NT_PRSTATUS)
     if len(general) != register_size:
         raise LiveError("thread %d runs 32-bit code, which is not supported yet: gcore of GDB copies it" % tid)
     floating = register_set(tid, _NT_FPREGSET)
     # struct elf_prstatus: no signal (it did not die of one), identity, times left at 0, registers.
-    status = struct.pack("<32x4i64x", tid, *parents) + general + struct.pack("<i4x", bool(floating))
+    status = struct.pack("<32x4i64x", named, *parents) + general + struct.pack("<i4x", bool(floating))
     notes = _note(b"CORE", NT_PRSTATUS, status)
     if floating:
         notes += _note(b"CORE", _NT_FPREGSET, floating)
@@ -29,7 +29,7 @@ def thread_notes(tid, parents, register_size):
 
 
 def process_note(pid, tid, parents):
-    """NT_PRPSINFO: name and arguments."""
+    """NT_PRPSINFO: name and arguments. pid: its id in the core; tid: a living thread."""
     with open("/proc/%d/comm" % tid, "rb") as file:
         name = file.read().rstrip(b"\n")[:15]
     with open("/proc/%d/cmdline" % tid, "rb") as file:

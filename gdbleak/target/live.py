@@ -37,7 +37,8 @@ import threading
 
 from .core_writer import (MACHINES, PAGE, auxv_note, file_note, missing_note, process_note, thread_notes,
                           write_headers)
-from .ptrace import Ended, IoVec, LiveError, Stopped, hurried, is_dead, libc, living_thread, no_permission, threads_of
+from .ptrace import (Ended, IoVec, LiveError, Stopped, hurried, is_dead, libc, living_thread, no_permission, own_id,
+                     status_of, threads_of)
 from .room import check_writable, lack
 
 Mapping = collections.namedtuple("Mapping", "start end perms offset device inode path deleted")
@@ -808,6 +809,9 @@ class Capture:
         self._survey = _Survey(tid)
         stack.callback(self._survey.close)
         self._lines = {}            # of /proc/PID/maps, parsed
+        # In a PID namespace threads have ids of their own; those of many are not to be read in the stop.
+        is_within = len((status_of(tid) or {}).get("NSpid", "").split()) > 1
+        self._ids = {one: own_id(one) for one in threads_of(stopped.pid)} if is_within else None
         maps = mappings(tid, self._lines)
         self._early = self._survey.ranges([m for m in maps if not is_skipped(m)], program_files(maps))
         # Room for the headers, twice what they need now; what is not used remains a hole of the file.
@@ -878,11 +882,19 @@ class Capture:
         self._copier.reopen(self._tid)
         parents = _parents(self._tid)
         size = MACHINES[platform.machine()][1]
-        first, *others = [thread_notes(tid, parents, size) for tid in checked(threads, self._stopped.check)]
-        process = process_note(self._stopped.pid, self._tid, parents)
+        first, *others = [thread_notes(tid, self._id_of(tid), parents, size)
+                          for tid in checked(threads, self._stopped.check)]
+        process = process_note(self._id_of(self._stopped.pid), self._tid, parents)
         maps = mappings(self._tid, self._lines, self._stopped.check)
         return _Moment(threads, maps, os.readlink("/proc/%d/exe" % self._tid),
                        [first, process, auxv_note(self._tid)] + others)
+
+    def _id_of(self, tid):
+        """The id of a thread in the core: that in its own PID namespace, as the kernel has it, and as GDB's thread
+        library expects it."""
+        if self._ids is None:
+            return tid
+        return self._ids.get(tid) or own_id(tid)
 
     def _still_constant(self, maps):
         """The mappings that were copied while the process ran, and are still there; others of those are forgotten."""

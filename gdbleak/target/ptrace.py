@@ -86,6 +86,11 @@ def threads_of(pid):
         return []
 
 
+def own_id(tid):
+    """The id that a thread has in its own PID namespace, by which its C library knows it."""
+    return int((status_of(tid) or {}).get("NSpid", str(tid)).split()[-1])
+
+
 def state_of(tid):
     """The letter of a thread's state, as D; X when it is gone."""
     try:

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -298,6 +299,25 @@ def test_own_trap_handler_is_kept(hardened):
         subject.process.send_signal(signal.SIGTRAP)
         assert subject.line() == "trap\n"
         assert signals(subject.pid) == before
+
+
+@pytest.mark.parametrize("limit, option", [(resource.RLIMIT_AS, "as"), (resource.RLIMIT_DATA, "data")])
+def test_a_limit_on_memory_is_not_used_up(hardened, limit, option):
+    """What the agent maps the program could not: it is refused where little would be left."""
+    def limited(size):
+        return lambda: resource.setrlimit(limit, (size, resource.RLIM_INFINITY))
+    with Subject(hardened, "-", preexec_fn=limited(200 << 20)) as subject:
+        subject.line()
+        told = refused("sample", "-p", subject.pid)
+        assert re.search(r"may map \d+ MB more.*--exact needs less.*prlimit --pid \d+ --%s=unlimited" % option, told)
+        check_as_found(subject.pid)
+        for options in (["--exact"], []):
+            if not options:
+                resource.prlimit(subject.pid, limit, (500 << 20, resource.RLIM_INFINITY))
+            recorder = Recorder("sample", subject.pid, "--seconds", "0.3", "--grace", "0", "--json", "-", *options)
+            totals(json.loads(recorder.finish()[0]))
+            check_as_found(subject.pid)
+        assert subject.is_alive()
 
 
 def test_exact_under_seccomp(hardened):

@@ -22,6 +22,7 @@ from gdbleak import pack
 from gdbleak.record import fork, inject
 from gdbleak.record.fork import snapshot_by_fork
 from gdbleak.target import live, ptrace, room
+from gdbleak.target.core_file import open_core
 from tests.live_target import (SCRIPT, Core, Subject, as_root, checksum, children, copy, gdb,       # noqa: F401
                                gdb_memory, program, run, tools, wait_until)
 from tests.targets import ROOT, run_cli
@@ -775,6 +776,24 @@ def test_what_a_child_lacks_of_many_mappings():
         patch.setattr(fork, "mappings", lambda pid, known, check: there)
         missing = capture._missing(1, maps)
     assert missing == [m for m in maps if m not in there] and len(missing) > 700
+
+
+@as_root
+def test_in_a_pid_namespace_threads_have_their_own_ids(program, tmp_path, copy):
+    """As the kernel's cores have them, and as GDB's thread library finds them in the C library's memory."""
+    with subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", program, "threads"], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            pid, = children(process.pid)
+            made = copy(pid, str(tmp_path / "core"))
+            ids = {int(open(f"/proc/{tid}/status").read().split("NSpid:")[1].split("\n")[0].split()[-1])
+                   for tid in ptrace.threads_of(pid)}
+            assert {thread.lwp for thread in open_core(made.path, str(program)).threads} == ids and 1 in ids
+            told = gdb(str(program), made.path, "info threads", "print (int)errno")
+            assert "generic error" not in told and len(re.findall(r"Thread 0x\w+ \(LWP", told)) >= len(ids)
+        finally:
+            process.kill()
 
 
 def test_standard_files_may_be_closed(run, tmp_path):

@@ -246,6 +246,45 @@ def test_many_threads_that_come_and_go(mode, tmp_path):
     assert totals(items)["ending"] == "ended with status 0"
 
 
+@ALL
+def test_a_thread_other_than_the_first_becomes_a_program(mode, tmp_path):
+    """Again and again, while others make threads: of some of these nobody tells before all are killed."""
+    (tmp_path / "becomes.c").write_text(r"""
+        #include <pthread.h>
+        #include <stdio.h>
+        #include <stdlib.h>
+        #include <unistd.h>
+        static char left[20];
+        static void *nothing(void *p) { return p; }
+        static void *make(void *p)
+        {
+            for (pthread_t thread; ;) if (!pthread_create(&thread, NULL, nothing, NULL)) pthread_join(thread, NULL);
+        }
+        static void *become(void *p)
+        {
+            usleep(getpid() * atoi(left) % 3000);
+            execl("/proc/thread-self/exe", "becomes", left, NULL);
+            return p;
+        }
+        static void leak(void) { *(volatile char *)malloc(5000) = 1; }
+        int main(int argc, char **argv)
+        {
+            pthread_t thread;
+            leak();
+            sprintf(left, "%d", atoi(argv[1]) - 1);
+            if (left[0] == '-') return 7;
+            for (int k = 0; k < 3; k++) pthread_create(&thread, NULL, make, NULL);
+            pthread_create(&thread, NULL, become, NULL);
+            if (atoi(left) & 1) pthread_exit(NULL);
+            for (;;) pause();
+        }""")
+    subprocess.run(["gcc", "-O1", "-fno-inline", "-pthread", "-w", "-o", tmp_path / "becomes", tmp_path / "becomes.c"],
+                   check=True)
+    items, stacks, _, errors = recorded("sample", f"{tmp_path / 'becomes'} 25", tmp_path, *mode)
+    assert close(by_site(stacks, {"leak": 0}), {"leak": 5000})
+    assert totals(items)["ending"] == "ended with status 7" and errors.count("recording process") == 26
+
+
 @pytest.mark.parametrize("words, told", [
     (["sample", "-c", "no-such-program"], "cannot start no-such-program: No such file"),
     (["mmaps", "-c", ""], "an empty command"), (["sample", "-c", "'x"], "no closing quotation"),

@@ -15,8 +15,8 @@ import signal
 import struct
 import time
 
-from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE, PTRACE_EVENT_STOP, PTRACE_LISTEN,
-                     PTRACE_O_TRACECLONE, PTRACE_SEIZE, WALL, Ended, LiveError, event_message, is_dead,
+from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE, PTRACE_EVENT_STOP, PTRACE_INTERRUPT,
+                     PTRACE_LISTEN, PTRACE_O_TRACECLONE, PTRACE_SEIZE, WALL, Ended, LiveError, event_message, is_dead,
                      next_stop, on_own_thread, ptrace, register_set, status_of, threads_of)
 
 _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT = 0x40, 6
@@ -209,6 +209,19 @@ def _call_of(tid):
     return int(number) if number.isdigit() else None
 
 
+def _make_accessible(tid):
+    """After an exec by a thread that was not the first, and took its number, the kernel refuses all requests until the
+    stop was waited for: have it stand at another one, for whoever asks later where it stands."""
+    try:
+        event_message(tid)
+    except ProcessLookupError:
+        os.waitid(os.P_PID, tid, os.WSTOPPED | os.WNOHANG | WALL)
+        ptrace(PTRACE_INTERRUPT, tid)
+        ptrace(PTRACE_CONT, tid)
+        while next_stop(tid) is None:
+            time.sleep(0.00005)
+
+
 class _Follower:
     """Traces a process until it ends, on the thread that calls `run`."""
 
@@ -231,7 +244,9 @@ class _Follower:
         busy = False
         while self._deadline is None or time.monotonic() < self._deadline:
             if not busy:        # a stop raises SIGCHLD, which stays pending while it is blocked
-                signal.sigtimedwait({signal.SIGCHLD}, self._starts.pause if self._starts else _TICK)
+                told = signal.sigtimedwait({signal.SIGCHLD}, self._starts.pause if self._starts else _TICK)
+                if told is None:        # one whose maker was killed before it told of it may stand at its exit
+                    self._known.update(threads_of(self._pid))
             busy = self._handle_each()
             if self._exiting:
                 self._wait_for_others()
@@ -277,7 +292,9 @@ class _Follower:
             else:
                 self._go_on(tid)
         elif event == _PTRACE_EVENT_EXEC:
-            self._known, self._is_loaded = {tid}, self._starts.at_exec()
+            self._known = {tid}
+            _make_accessible(tid)
+            self._is_loaded = self._starts.at_exec()
             self._go_on_to_start(tid)
         elif (event, number) == _AT_CALL:
             self._go_on_to_start(tid)
@@ -308,12 +325,17 @@ class _Follower:
 
     def _is_end(self, tid):
         """Whether all of the process ends with a thread at its exit."""
-        others = [other for other in threads_of(self._pid) if other != tid and not is_dead(other)]
-        if not others:
-            return True
         number, = struct.unpack_from("<q", register_set(tid, NT_PRSTATUS), _CALL_NUMBER)
-        # It ends alone by exit(2); all but one end for an execve(2).
-        return number != _EXIT and not any(_call_of(other) in _EXECVE for other in others)
+        deadline = time.monotonic() + _LAST
+        while True:
+            others = [other for other in threads_of(self._pid) if other != tid and not is_dead(other)]
+            calls = [_call_of(other) for other in others]
+            # It ends alone by exit(2); all but one end for an execve(2), which waits for them as soon as it has told them.
+            if calls and (number == _EXIT or not set(calls).isdisjoint(_EXECVE)):
+                return False
+            if None not in calls or time.monotonic() > deadline:
+                return True
+            time.sleep(0.0005)
 
     def _wait_for_others(self):
         """The other threads end as well now: have them stand at their exit, too, for their registers."""
@@ -324,7 +346,7 @@ class _Follower:
                 return
             for tid in left:
                 with contextlib.suppress(ProcessLookupError):
-                    stop = next_stop(tid) if tid in self._known else None
+                    stop = next_stop(tid)
                     if stop is not None and stop[0] == _PTRACE_EVENT_EXIT:
                         self._exiting.add(tid)
                     elif stop is not None:

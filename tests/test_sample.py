@@ -320,6 +320,53 @@ def test_a_limit_on_memory_is_not_used_up(hardened, limit, option):
         assert subject.is_alive()
 
 
+TRAPS = r"""
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static volatile long held;
+static void own(int number) { write(1, "trap\n", 5); }
+static void *work(void *p) { for (;;) { void *at = malloc(100); held += (long)at; free(at); } return p; }
+int main(void)
+{
+    char line[16];
+    sigset_t all, before;
+    pthread_t thread;
+    sigfillset(&all);
+    for (int k = 0; k < 4; k++) pthread_create(&thread, NULL, work, NULL);
+    puts("ready");
+    for (fflush(stdout); fgets(line, sizeof line, stdin); write(1, "{}\n", 3)) {
+        if (*line == 'b') pthread_sigmask(SIG_BLOCK, &all, &before);
+        if (*line == 'i') signal(SIGTRAP, SIG_IGN);
+        if (*line == 'd') signal(SIGTRAP, SIG_DFL);
+        if (*line == 'o') signal(SIGTRAP, own);
+        if (*line == 't') raise(SIGTRAP);
+        free(malloc(1000));
+        if (*line == 'b') pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("what", ["block", "ignore", "default", "own"])
+def test_what_becomes_of_the_trap_handler_ends_no_process(what, tmp_path):
+    """The kernel or the program may take ours away: breakpoints that are reached at the end are nobody's signal."""
+    (tmp_path / "traps.c").write_text(TRAPS)
+    subprocess.run(["gcc", "-w", "-O0", "-pthread", "-o", tmp_path / "traps", tmp_path / "traps.c"], check=True)
+    with Subject(tmp_path / "traps") as subject:
+        assert subject.line() == "ready\n"
+        for _ in range(3):
+            items, _, answer = record("sample", subject, what, "--exact", "--grace", "0")
+            assert answer == {} and totals(items)["calls"] > 10
+            check_as_found(subject.pid)
+            assert subject.is_alive()
+        subject.say("trap" if what == "own" else "go on")
+        assert subject.line() == ("trap\n" if what == "own" else "{}\n")
+
+
 def test_exact_under_seccomp(hardened):
     with Subject(hardened, "s") as subject:
         subject.line()

@@ -2,7 +2,8 @@
 
 The hooked functions lead to stubs in a page of ours; a stub stops at a breakpoint before the real function and at
 another behind it, with the result in rax. So both breakpoints are in our page, and a handler for SIGTRAP that simply
-returns lets the threads run on through them, should the tracer die.
+returns lets the threads run on through them, should the tracer die. At the end the breakpoints are taken out first: by
+then the program may have another handler, or none, as the kernel resets it where SIGTRAP is blocked or ignored.
 """
 from __future__ import annotations
 
@@ -168,6 +169,24 @@ class _Tracer(ptrace.Stopped):
         while pending:
             self._collect(pending)
 
+    def settle(self, at_signal) -> None:
+        """All stand, and there are no breakpoints any more: at_signal(tid, number) for those that were reached, as well
+        as for those that had been when we stopped the threads, which are not told of yet."""
+        for tid in self.threads:
+            pending = {tid} if tid in self.interrupted and _has_trap(tid) else set()
+            if pending:
+                self.go_on(tid, *self._stops[tid])
+            while pending:
+                self._collect(pending)
+            event, number = self._stops.get(tid, (ptrace.PTRACE_EVENT_STOP, 0))
+            if not event:
+                self._stops[tid] = event, at_signal(tid, number)
+
+
+def _has_trap(tid) -> bool:
+    """Whether a SIGTRAP waits for a thread."""
+    return bool(int((ptrace.status_of(tid) or {}).get("SigPnd", "0"), 16) >> signal.SIGTRAP - 1 & 1)
+
 
 def _is_breakpoint(tid) -> bool:
     """Whether the SIGTRAP that has stopped a thread is an instruction's, and nobody has sent it."""
@@ -316,6 +335,15 @@ class EveryCall(session.Session):
             self.calls.entered(tid, name, registers, self._allocations)
         return 0
 
+    def disarm(self) -> None:
+        """Take the breakpoints out; the functions still lead through the page."""
+        for stop in self._stops:
+            self.installation.memory.write(stop - 1, b"\x90")      # nop
+
+    def collect(self) -> None:
+        self.disarm()
+        super().collect()
+
     def look(self) -> str:
         self.installation.read("state")                 # OSError after an exec
         return f", {self.calls.count:,} calls"
@@ -377,6 +405,8 @@ def _trace(session, timing, notes):
                 session.watch_frees()
                 _follow(tracer, session, "watching frees", time.monotonic() + timing.grace, notes.progress)
                 tracer.halt()
+                session.disarm()
+                tracer.settle(session.at_signal)
                 return end - began, user
         except inject.Unsafe:
             continue

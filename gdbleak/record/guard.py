@@ -28,6 +28,7 @@ _WAIT = 20.0            # seconds for an answer of the guard
 _UNMAP_WAIT = 3.0       # seconds after which the tool no longer waits for the agent's pages to be unmapped
 _LONG_PAUSE, _MOST_WAIT = 2.0, 3600.0   # seconds between two later tries, and after which they stay in the target
 _KCMP, _KCMP_VM = 312, 1
+_NOW = 0xa0             # from where an action was kept on: room for what it is now
 _TEXT_WAIT = 20.0       # seconds after which the tool no longer waits for a target that something else holds
 
 
@@ -141,12 +142,15 @@ def _unmap(halted, maps, memory, plan, result):
     mapped = _mapped(maps, memory, plan)
     result.left = sum(end - start for start, end in mapped)
     calls = [(inject.MUNMAP, start, end - start) for start, end in mapped]
-    if plan.action and mapped and memory.read(plan.action, 8) != b"\xff" * 8:
-        calls.insert(0, (inject.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
     if not calls:
         return
     if inject.refer_to(halted, maps, [tuple(plan.code)]):
         raise inject.Unsafe("a thread is within the agent")
+    if plan.action and mapped and memory.read(plan.action, 8) != b"\xff" * 8:
+        inject.make_calls(halted, [(inject.SIGACTION, signal.SIGTRAP, 0, plan.action + _NOW, 8)])
+        handler = int.from_bytes(memory.read(plan.action + _NOW, 8), "little")
+        if not handler or plan.code[0] <= handler < plan.code[1]:       # not another, which the program has set since
+            calls.insert(0, (inject.SIGACTION, signal.SIGTRAP, plan.action, 0, 8))
     inject.make_calls(halted, calls)
     result.left = sum(end - start for start, end in _mapped(tracee.mappings_of(memory.pid), memory, plan))
     if result.left:

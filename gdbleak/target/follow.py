@@ -259,6 +259,9 @@ class _Follower:
                 break
         if self._starts:
             self._starts.at_end()
+            until = time.monotonic() + _LAST            # for signals that came before
+            while not self._exiting and time.monotonic() < until and self._handle_each():
+                pass
 
     def _handle_each(self):
         """Handle the threads' stops, up to that of one at which the process ends; whether there was any."""

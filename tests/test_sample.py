@@ -367,6 +367,66 @@ def test_what_becomes_of_the_trap_handler_ends_no_process(what, tmp_path):
         assert subject.line() == ("trap\n" if what == "own" else "{}\n")
 
 
+FORKS = r"""
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static volatile long held;
+static void use(int times) { while (times--) { void *at = malloc(100); held += (long)at; free(at); } }
+static void *work(void *p) { for (;;) use(1), usleep(100); return p; }
+static int child(int how)
+{
+    sigset_t all;
+    sigfillset(&all);
+    if (how == 1) sigprocmask(SIG_BLOCK, &all, NULL);
+    if (how == 2) for (int number = 1; number < 32; number++) signal(number, SIG_DFL);
+    use(20);
+    return 0;
+}
+int main(void)
+{
+    char line[16];
+    pthread_t thread;
+    for (int k = 0; k < 2; k++) pthread_create(&thread, NULL, work, NULL);
+    puts("ready");
+    for (fflush(stdout); fgets(line, sizeof line, stdin) && *line != 'q'; fflush(stdout)) {
+        int status, bad = 0;
+        for (int k = 0; k < 60; k++) {
+            int pid = fork();
+            if (!pid) _exit(child(k % 3));
+            bad += waitpid(pid, &status, 0) != pid || status != 0;
+            bad += system("exit 3") != 3 << 8;
+        }
+        printf("{\"bad\": %d}\n", bad);
+    }
+}
+"""
+
+
+@pytest.fixture
+def forks(tmp_path):
+    (tmp_path / "forks.c").write_text(FORKS)
+    subprocess.run(["gcc", "-w", "-O0", "-pthread", "-o", tmp_path / "forks", tmp_path / "forks.c"], check=True)
+    return tmp_path / "forks"
+
+
+def test_breakpoints_are_not_the_end_of_children(forks):
+    """Which nobody traces, and which may block SIGTRAP or reset its handler; nor are they held up."""
+    with Subject(forks) as subject:
+        assert subject.line() == "ready\n"
+        _, _, answer = record("sample", subject, "go", "--exact", "--grace", "0")
+        assert answer == {"bad": 0}
+        check_as_found(subject.pid)
+        subject.say("go")
+        assert subject.line() == '{"bad": 0}\n'
+    done = subprocess.run([*GDBLEAK, "sample", "--exact", "-c", str(forks)], input="go\nquit\n", capture_output=True,
+                          cwd=record_target.ROOT, text=True, timeout=record_target.WAIT)
+    assert done.stdout.startswith('ready\n{"bad": 0}\n') and "the command ended with status 0\n" in done.stdout
+
+
 def test_exact_under_seccomp(hardened):
     with Subject(hardened, "s") as subject:
         subject.line()

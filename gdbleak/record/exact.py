@@ -7,6 +7,7 @@ then the program may have another handler, or none, as the kernel resets it wher
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,10 +17,10 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..target import ptrace
+from ..target import follow, ptrace
 from ..target.ptrace import LiveError
 from . import agent as agents
-from . import inject, sample, seccomp, session
+from . import guard, inject, sample, seccomp, session, tracee
 from .install import Hook, Installation, Target
 from .leaks import Recording
 from .modules import Process
@@ -127,11 +128,17 @@ class _Call(NamedTuple):
 
 
 class _Tracer(ptrace.Stopped):
-    """All threads of a process, traced while they run: their stops in order, none lost."""
+    """All threads of a process, traced while they run: their stops in order, none lost. at_fork: as for `Session`."""
+
+    def __init__(self, pid: int, at_fork: Callable[[int], None]):
+        super().__init__(pid)
+        self._at_fork = at_fork
 
     def resume(self) -> None:
         """Let all threads run, traced."""
         for tid, (event, number) in list(self._stops.items()):
+            with contextlib.suppress(OSError):  # killed meanwhile
+                ptrace.ptrace(ptrace.PTRACE_SETOPTIONS, tid, 0, ptrace.PTRACE_O_TRACECLONE | follow.PTRACE_O_TRACEFORK)
             self.go_on(tid, event, number)
 
     def go_on(self, tid: int, event: int, number: int) -> None:
@@ -139,12 +146,17 @@ class _Tracer(ptrace.Stopped):
         self._stops.pop(tid, None)
         stopped = event == ptrace.PTRACE_EVENT_STOP and number != signal.SIGTRAP
         try:
+            self._note_fork(tid, event)
             if stopped:
                 ptrace.ptrace(_LISTEN, tid)
             else:
                 ptrace.ptrace(ptrace.PTRACE_CONT, tid, 0, 0 if event else number)
         except OSError:                         # killed meanwhile
             pass
+
+    def _note_fork(self, tid, event):
+        if event == follow.PTRACE_EVENT_FORK:
+            follow.let_child_go(ptrace.event_message(tid), self._at_fork)
 
     def next_stop(self):
         """(tid, event, number) of a thread that has stopped, None when none has. The stop stays with the kernel, so
@@ -158,6 +170,9 @@ class _Tracer(ptrace.Stopped):
             if not self._known:
                 raise ProcessLookupError
             return None
+        if found.si_pid not in self._known and (ptrace.status_of(found.si_pid) or {}).get("Tgid") != str(self.pid):
+            follow.let_child_go(found.si_pid, self._at_fork)
+            return None
         self._known.add(found.si_pid)
         return found.si_pid, found.si_status >> 8, found.si_status & 0xff
 
@@ -168,6 +183,9 @@ class _Tracer(ptrace.Stopped):
         self._interrupt(pending)
         while pending:
             self._collect(pending)
+        for tid, (event, _) in list(self._stops.items()):
+            with contextlib.suppress(OSError):
+                self._note_fork(tid, event)
 
     def settle(self, at_signal) -> None:
         """All stand, and there are no breakpoints any more: at_signal(tid, number) for those that were reached, as well
@@ -337,8 +355,17 @@ class EveryCall(session.Session):
 
     def disarm(self) -> None:
         """Take the breakpoints out; the functions still lead through the page."""
+        self._disarm(self.installation.memory)
+
+    def _disarm(self, memory):
         for stop in self._stops:
-            self.installation.memory.write(stop - 1, b"\x90")      # nop
+            memory.write(stop - 1, b"\x90")         # nop
+
+    def at_fork(self, child: int) -> None:
+        """Nobody is there for its breakpoints, which would be its end should it block SIGTRAP or reset its handler."""
+        with contextlib.suppress(OSError), contextlib.closing(tracee.Memory(child)) as memory:
+            if not guard.share_memory(self.pid, child):
+                self._disarm(memory)
 
     def collect(self) -> None:
         self.disarm()
@@ -393,7 +420,7 @@ def _trace(session, timing, notes):
     """Follow the process for the window and the grace: (seconds of the window, user seconds it ran in it)."""
     pid, installation = session.pid, session.installation
     for _ in range(200):
-        tracer = _Tracer(pid)
+        tracer = _Tracer(pid, session.at_fork)
         try:
             with tracer:
                 installation.patch(tracer)

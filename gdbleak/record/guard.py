@@ -212,7 +212,7 @@ def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> bool:
     """Take the agent out of processes that the target forked meanwhile; whether that is complete."""
     is_complete = True
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in (parent, os.getpid()) or _share_memory(parent, int(name)):
+        if not name.isdigit() or int(name) in (parent, os.getpid()) or share_memory(parent, int(name)):
             continue
         try:
             file = os.open(f"/proc/{name}/mem", os.O_RDWR | os.O_CLOEXEC)
@@ -229,7 +229,7 @@ def remove_from_children(plan: Plan, parent: int, unmap_wait: float) -> bool:
     return is_complete
 
 
-def _share_memory(one: int, other: int) -> bool:
+def share_memory(one: int, other: int) -> bool:
     """Whether two processes do, as after a vfork."""
     return ptrace.libc.syscall(_KCMP, one, other, _KCMP_VM, 0, 0) == 0
 

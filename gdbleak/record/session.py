@@ -52,6 +52,9 @@ class Session:
         """A thread of a command has stopped at a signal: the one to let it go on with, 0 for none."""
         return number
 
+    def at_fork(self, _child: int) -> None:
+        """A command's child, a copy of it, stands at its beginning, and will run untraced."""
+
     def look(self) -> str:
         """Called while it records; what there is to tell about its progress."""
         raise NotImplementedError
@@ -179,6 +182,10 @@ class _Starts(follow.Starts):
 
     def at_signal(self, tid, number):
         return number if self.session is None else self.session.at_signal(tid, number)
+
+    def at_fork(self, child):
+        if self.session is not None:
+            self.session.at_fork(child)
 
     def look(self):
         now = time.monotonic()

@@ -21,8 +21,10 @@ from .ptrace import (NT_PRSTATUS, PTRACE_CONT, PTRACE_DETACH, PTRACE_EVENT_CLONE
 
 _PTRACE_O_TRACEEXIT, _PTRACE_EVENT_EXIT = 0x40, 6
 _PTRACE_O_TRACEEXEC, _PTRACE_EVENT_EXEC = 0x10, 4
+PTRACE_O_TRACEFORK, PTRACE_EVENT_FORK = 2, 1
 _PTRACE_O_SYSGOOD, _PTRACE_TO_CALL, _AT_CALL = 1, 24, (0, signal.SIGTRAP | 0x80)   # 24: PTRACE_SYSCALL
-FOLLOWING = PTRACE_O_TRACECLONE | _PTRACE_O_TRACEEXIT | _PTRACE_O_TRACEEXEC | _PTRACE_O_SYSGOOD   # with starts
+FOLLOWING = (PTRACE_O_TRACECLONE | PTRACE_O_TRACEFORK | _PTRACE_O_TRACEEXIT | _PTRACE_O_TRACEEXEC
+             | _PTRACE_O_SYSGOOD)           # with starts
 # Number of exit(2), and where a stopped thread's registers have the number of its call.
 _EXIT, _CALL_NUMBER = {"x86_64": (60, 15 * 8), "aarch64": (93, 8 * 8)}.get(platform.machine(), (0, 0))
 _EXECVE = {"x86_64": (59, 322), "aarch64": (221, 281)}.get(platform.machine(), ())
@@ -75,6 +77,9 @@ class Starts:
     def at_signal(self, _tid, number):
         """A thread has stopped at a signal: the one to let it go on with, 0 for none."""
         return number
+
+    def at_fork(self, _child):
+        """A copy of the process, which stands at its beginning, and will not be traced."""
 
     def look(self):
         """It runs: whether to go on following."""
@@ -222,6 +227,18 @@ def _make_accessible(tid):
             time.sleep(0.00005)
 
 
+def let_child_go(child, at_fork):
+    """Call at_fork(child) when a process that a traced one has forked stands at its beginning, and detach from it."""
+    try:
+        while next_stop(child) is None:
+            time.sleep(0.00005)
+        at_fork(child)
+        ptrace(PTRACE_DETACH, child)
+    except ProcessLookupError:              # killed, or let go already
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, WALL | os.WNOHANG)
+
+
 class _Follower:
     """Traces a process until it ends, on the thread that calls `run`."""
 
@@ -303,6 +320,9 @@ class _Follower:
             self._go_on_to_start(tid)
         elif event == PTRACE_EVENT_CLONE:
             self._known.add(event_message(tid))
+            self._go_on(tid)
+        elif event == PTRACE_EVENT_FORK:
+            let_child_go(event_message(tid), self._starts.at_fork)
             self._go_on(tid)
         elif event == PTRACE_EVENT_STOP and number in _GROUP_STOPS:
             ptrace(PTRACE_LISTEN, tid)

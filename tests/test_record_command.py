@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -172,6 +173,29 @@ def test_control_c_ends_the_window(early, mode):
     assert process.returncode == 0, errors
     told = totals(json.loads(output))
     assert told["ending"] == "was ended by signal 15 (SIGTERM)" and told["bytes"] > 1_100_000
+
+
+def test_control_c_again_leaves_no_tracer_behind():
+    """The tracer's thread is waited for however often it comes: what it holds is released by its end alone."""
+    code = """
+import os, signal, time
+from gdbleak.target.ptrace import on_own_thread
+done, calls = [], []
+def trace():
+    for k in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        end = time.monotonic() + 10
+        while len(calls) <= k and time.monotonic() < end:
+            time.sleep(0.01)
+    time.sleep(0.2)
+    done.append(1)
+try:
+    on_own_thread(trace, lambda: calls.append(1))
+except KeyboardInterrupt:
+    print(len(done), len(calls))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+    assert done.stdout == "1 3\n", done
 
 
 def test_control_c_hurries_the_end(early):

@@ -425,7 +425,7 @@ def on_own_thread(function, cancel):
     """Run `function` on a thread of its own: when a tracer ends, the kernel releases what it still holds.
 
     cancel: called when the wait for it is interrupted (Ctrl-C), to end it early."""
-    outcome = {}
+    outcome, ended, interrupt = {}, threading.Event(), None
 
     def run():
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)       # those are for the main thread
@@ -434,20 +434,23 @@ def on_own_thread(function, cancel):
             outcome["value"] = function()
         except BaseException as error:
             outcome["error"] = error
+        finally:
+            ended.set()
 
-    tracer = threading.Thread(target=run, daemon=True)
-    tracer.start()
-    try:
-        tracer.join()
-    except BaseException:
-        cancel()
-        while tracer.is_alive():
-            with contextlib.suppress(KeyboardInterrupt):
-                tracer.join()
-        raise
-    finally:
-        while os.path.exists(outcome.get("place", "")):    # before, what it still holds is not released
-            time.sleep(0.0001)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=run, daemon=True).start()
+    while True:     # not by join(): once that is interrupted, a thread that runs passes for ended (Python 3.11)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            ended.wait()
+            while os.path.exists(outcome.get("place", "")):    # before, what it still holds is not released
+                time.sleep(0.0001)
+            break
+        except BaseException as error:
+            interrupt = error
+            cancel()
+    if interrupt:
+        raise interrupt
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]

@@ -57,11 +57,13 @@ def random_filter(chance):
                       chance.randrange(left), number)
         value = load(chance.choice([0, 0, 0, 4, 8, 16, 16, 24, 28]))
         body.append(chance.choice([
-            value, value, value, value, comparison, comparison, comparison, comparison, (0x80, 0, 0, 0), (0x00, 0, 0, number), (0x01, 0, 0, number),
+            value, value, value, value, comparison, comparison, comparison, comparison,
+            (0x80, 0, 0, 0), (0x00, 0, 0, number), (0x01, 0, 0, number),
             (0x60, 0, 0, chance.randrange(3)), (0x61, 0, 0, chance.randrange(3)), (0x81, 0, 0, 0),
             (0x02, 0, 0, chance.randrange(3)), (0x03, 0, 0, chance.randrange(3)), (0x07, 0, 0, 0), (0x87, 0, 0, 0),
             (chance.choice([0x04, 0x14, 0x24, 0x34, 0x44, 0x54, 0xa4]) | chance.choice([0, 8]), 0, 0, number),
-            (chance.choice([0x64, 0x74]), 0, 0, chance.randrange(32)), (0x84, 0, 0, 0), (0x05, 0, 0, chance.randrange(left)),
+            (chance.choice([0x64, 0x74]), 0, 0, chance.randrange(32)), (0x84, 0, 0, 0),
+            (0x05, 0, 0, chance.randrange(left)),
             give_back(chance.choice([ALLOW, ERRNO | 13, TRAP]))]))
     for _ in range(chance.randrange(3)):
         body[:0] = [load(chance.choice([16, 24])),
@@ -191,7 +193,8 @@ def filtered(program, name):
 @pytest.mark.parametrize("name", ["all", "a container's", "a strict list", "no new code"])
 @pytest.mark.parametrize("word, options, truth", [
     ("sample", ["--every", "1", "--grace", "0"], ("leak", 100_000)),
-    ("sample", ["--exact", "--grace", "0"], ("leak", 100_000)), ("mmaps", [], ("map", 819_200))], ids=["sampled", "exact", "mmaps"])
+    ("sample", ["--exact", "--grace", "0"], ("leak", 100_000)), ("mmaps", [], ("map", 819_200))],
+    ids=["sampled", "exact", "mmaps"])
 def test_recorded_under_a_filter(program, name, word, options, truth):
     with filtered(program, name) as subject:
         items, stacks, _ = record(word, subject, "go", *options)
@@ -228,3 +231,15 @@ def test_a_filter_that_forbids_the_agent_alone(program):
             items, stacks, _ = record("sample", subject, "go", "--grace", "0", *options)
             assert abs(by_site(stacks, ["leak"])["leak"] - 100_000) <= 1
             check_as_found(subject.pid)
+
+
+@pytest.mark.parametrize("mode, ending", [(["--every", "1"], "was ended by signal 31 (SIGSYS)"),
+                                          (["--exact"], "ended with status 0")])
+def test_a_command_that_puts_itself_under_a_filter(program, mode, ending):
+    """No check at its start can see that: what ends it is told, and what mends it."""
+    command = f"{program} {packed(FILTERS['death for reading']).hex()}"
+    done = subprocess.run([*record_target.GDBLEAK, "sample", "-c", command, *mode], input="go\n", text=True,
+                          cwd=record_target.ROOT, capture_output=True, timeout=record_target.WAIT)
+    assert f"the command {ending}" in done.stdout, done
+    assert ("that forbids what the agent calls; sample --exact calls nothing\n" in done.stdout) == ("SIGSYS" in ending)
+    assert ("leak" in done.stdout) == ("SIGSYS" not in ending)

@@ -309,6 +309,7 @@ class EveryCall(session.Session):
     """An exact recording of process `pid`, by the thread that traces it. Raises LiveError."""
 
     followed = "recorded from its start, and stopped at each call: how much slower that made it is not known"
+    if_filtered = ""
 
     def __init__(self, options: sample.Options, pid: int, kind=Installation):
         super().__init__(pid)

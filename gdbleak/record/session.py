@@ -39,6 +39,7 @@ class Session:
 
     look_every = 0.05       # seconds between two calls of `look`
     followed = "recorded from its start, and traced for its end: short stops as threads begin and signals come"
+    if_filtered = ": it put itself under a seccomp filter that forbids what the agent calls; sample --exact calls nothing"
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -149,7 +150,8 @@ def record_command(make: Callable[..., Session], text: str, keeps_output: bool, 
     notes.progress("unwinding")
     return recorder.session.recording(Course(
         recorder.lasted, "until it ended" if recorder.ended else held(timing), recorder.session.followed,
-        f"the command {command.ending}" + ("" if recorder.ended else ", after the recording"),
+        f"the command {command.ending}" + ("" if recorder.ended else ", after the recording")
+        + (recorder.session.if_filtered if command.ending.endswith("(SIGSYS)") else ""),
         {"ending": command.ending}))
 
 

@@ -360,7 +360,7 @@ def test_what_becomes_of_the_trap_handler_ends_no_process(what, tmp_path):
         assert subject.line() == "ready\n"
         for _ in range(3):
             items, _, answer = record("sample", subject, what, "--exact", "--grace", "0")
-            assert answer == {} and totals(items)["calls"] > 10
+            assert answer == {} and totals(items)["calls"] >= 2       # its own, at least; the threads' depend on time
             check_as_found(subject.pid)
             assert subject.is_alive()
         subject.say("trap" if what == "own" else "go on")

@@ -299,8 +299,8 @@ class _Survey:
 
     def reopen(self, tid):
         """Look at thread `tid` from now on: after an exec, what is open belongs to the memory that there was."""
-        self._pages.close()
-        self._tid, self._pages = tid, _PageMap(tid)
+        before, self._tid, self._pages = self._pages, tid, _PageMap(tid)
+        before.close()
 
     def excluded(self, mapping):
         """Why a mapping is left out, or None."""
@@ -567,8 +567,8 @@ class _Copier:
 
     def reopen(self, tid):
         """Read thread `tid` from now on, in the place of another one."""
-        self._memory.close()
-        self._memory, self._long = ProcessMemory(tid), []
+        before, self._memory, self._long = self._memory, ProcessMemory(tid), []
+        before.close()
 
     def copy(self, ranges, between=lambda: None, done=lambda count: None, processors=_PROCESSORS):
         """Copy `ranges`, calling `between` now and then, and done(bytes) after each step; both on this thread.
@@ -790,7 +790,9 @@ def _remove(path):
 def _as_live_error(error, pid, tid, path):
     if isinstance(error, PermissionError) and str(error.filename).startswith("/proc/"):
         return no_permission(pid)
-    if error.errno == errno.ESRCH or is_dead(tid):
+    # While it is being killed it is not dead yet, but its memory and the link to its program are gone.
+    if error.errno == errno.ESRCH or is_dead(tid) or (
+            error.errno == errno.ENOENT and str(error.filename).startswith("/proc/")):
         return Ended("process %d has ended" % pid)
     remedy = {errno.EFBIG: " (a limit on files, as of ulimit -f, or of the file system: raise it, or use another one)",
               errno.ENOSPC: " (another directory mends it)"}.get(error.errno, "")

@@ -117,7 +117,7 @@ def test_values_that_depend_on_arguments():
     many = packed([each for k in range(16) for each in (load(16), (0x45, 0, 1, 1 << k), (0x02, 0, 0, k))]
                   + [each for k in range(16) for each in (load(24), (0x45, 0, 2, 1 << k), (0x00, 0, 0, k),
                                                          (0x02, 0, 0, k))] + [give_back(ALLOW)])
-    assert seccomp.actions(many, 10) in (None, {ALLOW})
+    assert seccomp.actions(many, 10) is None
 
 
 PROGRAM = r"""

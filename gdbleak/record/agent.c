@@ -396,19 +396,20 @@ static void record(u64 pointer, u64 size, struct sample by, struct frame *frame)
 #define ENTER ADD(&in_flight, 1)
 #define LEAVE ADD(&in_flight, -1UL)
 
-/* A function that returns the address of a new block of `size` bytes. */
-#define ALLOCATES(name, size, counted, ...)                                                                     \
+/* A function that returns the address of a new block of `size` bytes, which the real one of `real` makes. */
+#define ALLOCATES_BY(name, real, size, counted, ...)                                                            \
     SHARED u64 agent_##name(ARGUMENTS)                                                                          \
     {                                                                                                           \
         UNUSED;                                                                                                 \
         ENTER;                                                                                                  \
-        struct sample by = due(amount_of(size), counted);                                                                 \
-        u64 pointer = REAL(name, __VA_ARGS__);                                                                  \
-        if (by.mean && pointer && !is_internal(frame->return_address))                                               \
+        struct sample by = due(amount_of(size), counted);                                                       \
+        u64 pointer = REAL(real, __VA_ARGS__);                                                                  \
+        if (by.mean && pointer && !is_internal(frame->return_address))                                          \
             record(pointer, size, by, frame);                                                                   \
         LEAVE;                                                                                                  \
         return pointer;                                                                                         \
     }
+#define ALLOCATES(name, size, counted, ...) ALLOCATES_BY(name, name, size, counted, __VA_ARGS__)
 
 ALLOCATES(malloc, a, 1, a)
 ALLOCATES(calloc, a * b, 1, a, b)
@@ -423,25 +424,12 @@ ALLOCATES(new_array_nothrow, a, 1, a, b)
 ALLOCATES(new_aligned_nothrow, a, 1, a, b, c)
 ALLOCATES(new_array_aligned_nothrow, a, 1, a, b, c)
 
-/* An exception cannot pass a frame of ours: that one does the work which throws none. If it fails, what may throw runs
- * in our place. */
-#define MAY_THROW(name)                                                                                         \
-    SHARED u64 agent_##name(ARGUMENTS)                                                                          \
-    {                                                                                                           \
-        UNUSED;                                                                                                 \
-        ENTER;                                                                                                  \
-        struct sample by = due(amount_of(a), 1);                                                                \
-        u64 pointer = REAL(name##_nothrow, a, b, c);                                                            \
-        if (by.mean && pointer && !is_internal(frame->return_address))                                          \
-            record(pointer, a, by, frame);                                                                      \
-        LEAVE;                                                                                                  \
-        return pointer;                                                                                         \
-    }
-
-MAY_THROW(new)
-MAY_THROW(new_array)
-MAY_THROW(new_aligned)
-MAY_THROW(new_array_aligned)
+/* An exception cannot pass a frame of ours: the operator that throws none does the work. If it fails, the one that may
+ * throw runs in our place (COUNTED_OR_REAL). */
+ALLOCATES_BY(new, new_nothrow, a, 1, a, b)
+ALLOCATES_BY(new_array, new_array_nothrow, a, 1, a, b)
+ALLOCATES_BY(new_aligned, new_aligned_nothrow, a, 1, a, b, c)
+ALLOCATES_BY(new_array_aligned, new_array_aligned_nothrow, a, 1, a, b, c)
 
 SHARED u64 agent_posix_memalign(ARGUMENTS)
 {

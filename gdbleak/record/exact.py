@@ -49,7 +49,7 @@ _FLAGS = 0x04000000 | 0x40000000 | 0x08000000 | 0x10000000 | 4   # RESTORER, NOD
 
 _REALLOCATES = ("realloc", "rallocx")
 _SIZE_ARGUMENT = {"realloc": 1, "rallocx": 1, "memalign": 1, "aligned_alloc": 1, "posix_memalign": 2}   # else 0
-_LISTEN, _GETSIGINFO = 0x4208, 0x4202
+_GETSIGINFO = 0x4202
 _SI_KERNEL = 0x80
 
 
@@ -76,7 +76,8 @@ class Breakpoints:
         if name in agents.RELEASES:             # int3; jmp room
             return near(b"\xe9", b"\xcc", name)
         # int3; push %rsp; call room; push $0; add $16, %rsp; int3; ret   (see inject.refer_to)
-        # An exception cannot pass the stub: see MAY_THROW in agent.c. Those keep rsi and rdi meanwhile.
+        # An exception cannot pass the stub: as in agent.c, the operator that throws none does the work, and rsi and rdi
+        # are kept for the one that may.
         quiet = agents.MAY_THROW.get(name)
         code = near(b"\xe8", b"\xcc\x56\x57\x54" if quiet else b"\xcc\x54", quiet or name)
         code += b"\x6a\0\x48\x83\xc4\x10" + (b"\x5f\x5e" if quiet else b"") + b"\xcc"
@@ -148,7 +149,7 @@ class _Tracer(ptrace.Stopped):
         try:
             self._note_fork(tid, event)
             if stopped:
-                ptrace.ptrace(_LISTEN, tid)
+                ptrace.ptrace(ptrace.PTRACE_LISTEN, tid)
             else:
                 ptrace.ptrace(ptrace.PTRACE_CONT, tid, 0, 0 if event else number)
         except OSError:                         # killed meanwhile

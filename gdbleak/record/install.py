@@ -21,8 +21,8 @@ from .modules import Image, Process
 _REACH = (1 << 31) - (1 << 26)
 _HOLE = PAGE            # kept free around what is mapped, so that the kernel does not join it with something at once
 _HEAP_ROOM = 1 << 30    # kept free above the heap that grows by brk
-_LOOKS = 6
-_LESS = "--exact needs less"
+_LOOKS = 6              # at the signals that are blocked, some milliseconds apart
+_LESS = "sample --exact needs less"
 _TRIES, _PAUSE = 200, 0.005      # seconds
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from gdbleak.record import agent, exact, sample
+from gdbleak.record import agent, compile_agent, exact, sample, session
 from gdbleak.record.session import Notes, Timing
 from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
@@ -59,6 +59,21 @@ def test_exact_equals_the_truth(subject):
     assert any(frame.startswith("one_round") for frame in deep) and any(frame.startswith("work") for frame in deep)
 
 
+def record_here(recorder, make, subject, command):
+    """As `record`, in this process: (the Recording, the subject's answer)."""
+    answer = []
+
+    def end_when_done():
+        answer.append(json.loads(subject.line()))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def begin(_):
+        subject.say(command)
+        threading.Thread(target=end_when_done).start()
+    recording = recorder(make, subject.pid, Timing(600, 0.2), Notes(begin, lambda line: None))
+    return recording, answer[0]
+
+
 def test_exact_with_more_blocks_than_stacks_are_kept_of(monkeypatch):
     """They are unwound on the way, and come out the same."""
     monkeypatch.setattr(exact, "_MOST_STACKS", 40)
@@ -67,18 +82,8 @@ def test_exact_with_more_blocks_than_stacks_are_kept_of(monkeypatch):
     monkeypatch.setattr(exact._Calls, "unwind", lambda *given: unwound.append(1) or original(*given))
     with Subject(rates("-O2")) as subject:
         subject.line()
-        answer = []
-
-        def end_when_done():
-            answer.append(json.loads(subject.line()))
-            os.kill(os.getpid(), signal.SIGINT)
-
-        def begin(_):
-            subject.say("go 4 100 50")
-            threading.Thread(target=end_when_done).start()
-        recording = exact.record(partial(exact.EveryCall, sample.Options()), subject.pid, Timing(600, 0.2),
-                                 Notes(begin, lambda line: None))
-        truth = leaked(answer[0])
+        recording, answer = record_here(exact.record, partial(exact.EveryCall, sample.Options()), subject, "go 4 100 50")
+        truth = leaked(answer)
         found = by_site([(site.frames, site.bytes) for site in recording.sites.values()], truth)
         assert {site: found.get(site) for site in truth} == {site: size for site, (size, _) in truth.items()}
         assert len(unwound) > 2
@@ -101,6 +106,23 @@ def test_sampled_shares(subject):
     assert churned < 0.01 * all_found
     assert abs(all_found - all_true) < max(2 * told["interval"], 0.01 * all_true)
     assert told["cut"] == 0
+
+
+def test_threads_at_one_counter(tmp_path, monkeypatch):
+    """Threads whose counters fall together take it from each other, and count all the same."""
+    monkeypatch.setattr(compile_agent, "FLAGS", [*compile_agent.FLAGS, "-DCELLS=1"])
+    assert compile_agent.compile_agent(tmp_path) == ""
+    monkeypatch.setattr(agent, "product", lambda _: compile_agent.product(tmp_path))
+    with Subject(rates("-O2")) as subject:
+        subject.line()
+        recording, answer = record_here(session.record, partial(sample.Sampling, sample.Options(rate=30_000)), subject,
+                                        "go 4 120000 0")
+        truth = leaked(answer)
+        found = by_site([(site.frames, site.bytes) for site in recording.sites.values()], truth)
+        error = abs(sum(found.values()) - sum(size for size, _ in truth.values()))
+        assert error < 5 * sum(site.variance for site in recording.sites.values()) ** 0.5
+        assert recording.numbers["taken"] > 1000
+        check_as_found(subject.pid)
 
 
 @pytest.mark.parametrize("options, mode", [(["--by", "calls"], "calls"), (["--every", "64k"], "every")])

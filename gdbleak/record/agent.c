@@ -5,7 +5,8 @@
  *
  * Sampling. Every thread counts down to the next sample, in bytes or calls; the distance is drawn from an exponential
  * distribution of a known mean, so that a request is taken with probability 1 - exp(-amount / mean), whatever the
- * program's rhythm. A taken block gets a slot (who, how much, registers, a copy of the stack) and an entry in the
+ * program's rhythm. That distribution has no memory: a counter whose state is in doubt is drawn anew at any time, as
+ * when two threads share one. A taken block gets a slot (who, how much, registers, a copy of the stack) and an entry in the
  * table of live samples. free() of such a block gives both back: what is in the table at the end was not released.
  *
  * Nothing here waits for another thread, so a signal handler, a fork or a stop at any instruction is harmless. Only a
@@ -17,7 +18,14 @@ typedef unsigned char u8;
 
 #define SHARED __attribute__((visibility("hidden"), used))
 #define SHARED_TEXT __attribute__((visibility("hidden")))
-#define CELLS 1024          /* counters, one a cache line; a thread uses the one of its TCB's page */
+#ifndef CELLS
+#define CELLS 1024          /* counters, one a cache line; a power of 2 */
+#endif
+#define CELLS_FACTOR -0x61c88647    /* a thread's id times that has well mixed bits on top: they choose its cell */
+#define CELLS_SHIFT 42
+#define CELLS_MASK ((CELLS - 1) * 64)
+#define TEXT(x) TEXT_(x)
+#define TEXT_(x) #x
 #define FILTER_BITS 16
 #define WAYS 8              /* entries of a bucket of the table: one cache line */
 #define PARKED (1UL << 40)  /* nothing is due for long */
@@ -26,7 +34,7 @@ typedef unsigned char u8;
 enum { PASSIVE, SAMPLING, FREES_ONLY };
 enum { MMAP = 1, MUNMAP, MREMAP, BRK };
 
-struct cell { u64 left, mean, random, unused[5]; };
+struct cell { u64 left, owner, mean, random, unused[4]; };  /* owner: the id of the thread that counts down here */
 
 /* The callee-saved registers and the stack at the entry of a hooked function. */
 struct frame { u64 r15, r14, r13, r12, rbx, rbp, return_address; };
@@ -150,7 +158,7 @@ static u64 distance(struct cell *cell, u64 from_mean)
 
 static struct cell *own_cell(void)
 {
-    return (struct cell *)((u8 *)cells + (thread_id() >> 6 & 0xffc0));
+    return (struct cell *)((u8 *)cells + (thread_id() * CELLS_FACTOR >> CELLS_SHIFT & CELLS_MASK));
 }
 
 /* The mean for the next sample: larger when too many are taken, smaller when few are. */
@@ -178,17 +186,17 @@ static struct sample due(u64 amount, int counted)
 {
     struct sample none = { 0, 0 }, due;
     struct cell *cell = own_cell();
+    int is_own = cell->owner == thread_id();
+    cell->owner = thread_id();
     if (state != SAMPLING) {
         cell->left = PARKED;
         return none;
     }
     due.mean = cell->mean;
     due.distance = cell->left + (counted ? amount : 0);
-    if (!due.mean) {                                                /* the thread's first request */
-        due.mean = cell->mean = adapted_mean();
+    if (!is_own || (long)due.distance <= 0 || counted && due.distance > amount) {
+        due.mean = cell->mean = mean;
         due.distance = distance(cell, due.mean);
-    } else if (counted && due.distance > amount) {                  /* two threads at one cell */
-        due.distance = amount;
     }
     if (due.distance > amount) {
         cell->left = due.distance - amount;
@@ -543,12 +551,15 @@ MAPS(brk, BRK, a)
 /* Every call is looked at. */
 #define ALWAYS(name) __asm__(".text\n" ENTRY(name) FRAMED(name) "ret\n" ROOM(name));
 
-/* Count the amount down, of bytes or calls; most calls go straight on. `size`: puts bytes + 16 into r11. */
-#define COUNT_DOWN \
-    "mov %fs:0, %rax\n shr $6, %eax\n and $0xffc0, %eax\n lea cells(%rip), %r10\n sub %r11, (%r10,%rax)\n"
+/* Count the amount in r11 down, of bytes or calls; most calls go straight on. `size`: puts bytes + 16 into r11. */
+#define COUNT_DOWN(name)                                                                                        \
+    "mov %fs:0, %rax\n imul $" TEXT(CELLS_FACTOR) ", %rax, %r10\n shr $" TEXT(CELLS_SHIFT) ", %r10\n"           \
+    "and $" TEXT(CELLS_MASK) ", %r10d\n lea cells(%rip), %rax\n add %rax, %r10\n"                               \
+    "mov %fs:0, %rax\n cmp %rax, 8(%r10)\n jne slow_" #name "\n"                                                \
+    "sub %r11, (%r10)\n jbe slow_" #name "\n js slow_" #name "\n"
 #define ENTRIES(name, size)                                                                                     \
-    ENTRY(name) size COUNT_DOWN "jbe slow_" #name "\n" ROOM(name)                                               \
-    ENTRY(name##_calls) "mov $1, %r11d\n" COUNT_DOWN "ja real_" #name "\n slow_" #name ":"
+    ENTRY(name) size COUNT_DOWN(name) ROOM(name)                                                                \
+    ENTRY(name##_calls) "mov $1, %r11d\n" COUNT_DOWN(name) "jmp real_" #name "\n slow_" #name ":"
 #define COUNTED(name, size) __asm__(".text\n" ENTRIES(name, size) FRAMED(name) "ret\n");
 
 /* Where agent_NAME returns 0, the real function runs with the registers as they were. */

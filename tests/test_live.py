@@ -229,7 +229,7 @@ def test_mappings_and_process_memory(run, tmp_path):
     with live.ProcessMemory(subject.pid) as memory:
         buffer = bytearray(5000)
         assert memory.read_into(huge + 12345, buffer) == 5000 and buffer[:5] == b"\x11\x22\x33\x44\0"
-        # Beyond the reach of process_vm_readv: the page without access is read through the file.
+        # The page after it is one without access.
         assert memory.read_into(closed + 100, buffer) == 5000 and bytes(buffer) == b"\x99" * 5000
         last = max(m.end for m in by_start.values() if m.path == "[stack]")
         assert memory.read_into(last - 96, memoryview(buffer)[:200]) == 96
@@ -675,7 +675,7 @@ def test_a_range_that_cannot_be_read_is_found_by_few_looks(tmp_path, holes):
         image = live._Image(file.fileno(), 0)
         image._slots = [live._Slot(base, base + (PAGE << 26), 0, 0)]
         image._index()
-        copier = live._Copier(os.getpid(), image, set())
+        copier = live._Copier(os.getpid(), image, None)
         copier._memory.close()
         copier._memory = Readable(holes)
         for start, end in holes:

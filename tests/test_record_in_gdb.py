@@ -69,14 +69,14 @@ def status_of(pid):
 
 
 def is_recorded(pid):
-    """Whether the agent is in the process, and nothing traces it."""
-    return status_of(pid)["TracerPid"] == "0" and changed_text(pid) != []
+    """Whether the agent is in the process, and nothing traces it. While it is put in, there is a stub of ours for once."""
+    return changed_text(pid) != [] and status_of(pid)["TracerPid"] == "0" and changed_text(pid) != []
 
 
 @pytest.mark.parametrize("word, program, command, options", [
-    ("sample", lambda: rates("-O1"), "go 2 2000 0", "--every 1 --grace 0.1"),
-    ("sample", lambda: rates("-O1"), "go 2 300 100", "--exact --grace 0.1"),
-    ("mmaps", lambda: build("record_maps", "-O2").path, "go", "")])
+    ("sample", lambda: rates("-O1"), "go 2 2000 0", "6 --every 1 --grace 0.1"),
+    ("sample", lambda: rates("-O1"), "go 2 300 100", "8 --exact --grace 0.1"),
+    ("mmaps", lambda: build("record_maps", "-O2").path, "go", "12")])      # takes a second, on a busy machine several
 def test_what_is_recorded_equals_the_truth(word, program, command, options, tmp_path):
     report, folded = tmp_path / "report.json", tmp_path / "graph.folded"
     with Subject(program()) as subject:
@@ -84,7 +84,7 @@ def test_what_is_recorded_equals_the_truth(word, program, command, options, tmp_
         with Gdb(subject.pid) as gdb:
             before = gdb.functions()
             gdb.run("break exit")
-            gdb.begin(f"leak-{word} 6 {options} --json {report} --flame {folded}")
+            gdb.begin(f"leak-{word} {options} --json {report} --flame {folded}")
             if "--exact" in options:        # then the recorder traces it
                 wait_for(lambda: status_of(subject.pid)["TracerPid"] not in ("0", str(gdb.pid)) and
                          changed_text(subject.pid), "the recording")
@@ -110,7 +110,8 @@ def test_what_is_recorded_equals_the_truth(word, program, command, options, tmp_
              if site.startswith("leak_") or word == "mmaps"}
     stacks = [line.rsplit(" ", 1) for line in folded.read_text().splitlines()]
     found = by_site([(stack.split(";"), int(weight)) for stack, weight in stacks], truth)
-    assert all(abs(found.get(site, 0) - size) <= 1 for site, size in truth.items())
+    wrong = {site: (found.get(site, 0), size) for site, size in truth.items() if abs(found.get(site, 0) - size) > 1}
+    assert not wrong, said
     assert totals(json.loads(report.read_text()))["pid"] == subject.pid
 
 

@@ -320,7 +320,7 @@ def test_own_trap_handler_is_kept(hardened):
         check_as_found(subject.pid)
         subject.process.send_signal(signal.SIGTRAP)
         assert subject.line() == "trap\n"
-        assert signals(subject.pid) == before
+        wait_for(lambda: signals(subject.pid) == before, "the handler to return")
 
 
 @pytest.mark.parametrize("limit, option", [(resource.RLIMIT_AS, "as"), (resource.RLIMIT_DATA, "data")])

@@ -62,6 +62,36 @@ def test_memory_that_a_child_lacks_is_of_the_same_moment(run, tmp_path, copy):
     assert subject.is_running(heartbeat) and children(subject.pid) == {}
 
 
+def private_memory(pid):
+    """Bytes that a process has for itself."""
+    fields = Path("/proc/%d/smaps_rollup" % pid).read_text()
+    return sum(int(size) << 10 for size in re.findall(r"Private_(?:Clean|Dirty): +(\d+) kB", fields))
+
+
+@pytest.mark.parametrize("of", ["parent", "child"])
+def test_pages_in_common_stay_so(run, tmp_path, copy, of):
+    """What a process has in common with its parent or child is not copied for it by being read; nor for our child."""
+    subject = run("kin", 16)
+    child, block, size, total, heartbeat = subject.said
+    pid = child if of == "child" else subject.pid
+    before, ours = private_memory(pid), []
+    assert before < size // 8
+
+    def look(*_):
+        for one in children(pid):
+            with contextlib.suppress(OSError, AttributeError):      # it has ended
+                ours.append(private_memory(one) if one != child else 0)
+    made = copy(pid, str(tmp_path / "core"), look)
+    assert private_memory(pid) < before + size // 8
+    assert made.forked_ms is None or 0 < max(ours) < size // 8
+    assert checksum(Core(made.path).read(block, size)) == total
+    buffer = bytearray(size)
+    with live.ProcessMemory(pid) as memory:
+        assert memory.read_into(block, buffer) == size
+    assert checksum(buffer) == total and private_memory(pid) < before + size // 8
+    assert subject.is_running(heartbeat)
+
+
 def test_the_core_does_not_have_the_stub(run, tmp_path):
     subject = run("signals", 1)
     vdso, = [m for m in live.mappings(subject.pid) if m.path == "[vdso]"]

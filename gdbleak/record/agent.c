@@ -543,7 +543,7 @@ MAPS(brk, BRK, a)
 #define FRAMED(name)                                                                                            \
     "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n" CALL(name) "add $48, %rsp\n"
 
-#define ENTRY(name) ".globl hook_" #name "\n.hidden hook_" #name "\n.balign 16\nhook_" #name ":\n"
+#define ENTRY(name) ".globl hook_" #name "\n.hidden hook_" #name "\n.balign 64\nhook_" #name ":\n"
 
 /* 64 bytes for the displaced instructions. */
 #define ROOM(name) ".globl real_" #name "\n.hidden real_" #name "\nreal_" #name ": .skip 64, 0xcc\n"
@@ -551,15 +551,15 @@ MAPS(brk, BRK, a)
 /* Every call is looked at. */
 #define ALWAYS(name) __asm__(".text\n" ENTRY(name) FRAMED(name) "ret\n" ROOM(name));
 
-/* Count the amount in r11 down, of bytes or calls; most calls go straight on. `size`: puts bytes + 16 into r11. */
-#define COUNT_DOWN(name)                                                                                        \
+/* Count an amount down, of bytes or calls, that `amount` puts into rax; most calls go straight on. */
+#define COUNT_DOWN(name, amount)                                                                                \
     "mov %fs:0, %rax\n imul $" TEXT(CELLS_FACTOR) ", %rax, %r10\n shr $" TEXT(CELLS_SHIFT) ", %r10\n"           \
-    "and $" TEXT(CELLS_MASK) ", %r10d\n lea cells(%rip), %rax\n add %rax, %r10\n"                               \
-    "mov %fs:0, %rax\n cmp %rax, 8(%r10)\n jne slow_" #name "\n"                                                \
-    "sub %r11, (%r10)\n jbe slow_" #name "\n js slow_" #name "\n"
+    "and $" TEXT(CELLS_MASK) ", %r10d\n lea cells(%rip), %r11\n"                                                \
+    "cmp %rax, 8(%r10,%r11)\n jne slow_" #name "\n" amount                                                     \
+    "sub %rax, (%r10,%r11)\n jbe slow_" #name "\n js slow_" #name "\n"
 #define ENTRIES(name, size)                                                                                     \
-    ENTRY(name) size COUNT_DOWN(name) ROOM(name)                                                                \
-    ENTRY(name##_calls) "mov $1, %r11d\n" COUNT_DOWN(name) "jmp real_" #name "\n slow_" #name ":"
+    ENTRY(name) COUNT_DOWN(name, size) ROOM(name)                                                               \
+    ENTRY(name##_calls) COUNT_DOWN(name, "mov $1, %eax\n") "jmp real_" #name "\n slow_" #name ":"
 #define COUNTED(name, size) __asm__(".text\n" ENTRIES(name, size) FRAMED(name) "ret\n");
 
 /* Where agent_NAME returns 0, the real function runs with the registers as they were. */
@@ -578,9 +578,9 @@ MAPS(brk, BRK, a)
         "slow_" #name ": push %rdi\n push %rsi\n push %rdx\n push %rdx\n" CALL(free)                             \
         "pop %rdx\n pop %rdx\n pop %rsi\n pop %rdi\n jmp real_" #name "\n");
 
-#define BY_SIZE "lea 16(%rdi), %r11\n"
+#define BY_SIZE "lea 16(%rdi), %rax\n"
 COUNTED(malloc, BY_SIZE)
-COUNTED(calloc, "mov %rdi, %r11\n imul %rsi, %r11\n add $16, %r11\n")
+COUNTED(calloc, "mov %rdi, %rax\n imul %rsi, %rax\n add $16, %rax\n")
 COUNTED(create, BY_SIZE)
 COUNTED(mallocx, BY_SIZE)
 COUNTED(new_nothrow, BY_SIZE) COUNTED(new_aligned_nothrow, BY_SIZE)

@@ -22,8 +22,8 @@ import os
 import signal
 import time
 
-from ..target.live import (Capture, Unreadable, checked, is_anonymous, is_constant, is_skipped, joined, mappings,
-                           program_files, snapshot, take, vm_flags, without)
+from ..target.live import (Capture, Unreadable, checked, is_anonymous, is_constant, is_skipped, joined, look_at_smaps,
+                           mappings, program_files, snapshot, take, without)
 from ..target.processes import all_processes, statistics_of
 from ..target.ptrace import (PTRACE_DETACH, PTRACE_SETOPTIONS, WALL, LiveError, Stopped, event_message, hurried,
                              living_thread, next_stop, ptrace, status_of, threads_of)
@@ -179,7 +179,8 @@ class _ForkedCapture(Capture):
         """{mapping: (stored, data)} of the child, read."""
         self._survey.reopen(child.pid)
         self._copier.reopen(child.pid)
-        wiped = {start for start, words in vm_flags(child.pid).items() if "wf" in words}
+        self._survey.set_in_common([(0, 1 << 63)])      # with its parent
+        wiped = {start for start, words in look_at_smaps(child.pid).flags.items() if "wf" in words}
         self._zeroed = [m for m in maps if m.start in wiped]
         now = self._ranges([m for m in maps if m.start not in wiped], programs, child.check)
         now.update((m, ([], [])) for m in self._zeroed)

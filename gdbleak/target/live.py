@@ -9,7 +9,8 @@ How the stop is kept short. Everything that can be done while the process runs i
 mappings are listed, the pages that exist are found, the output file is laid out, its pages are allocated and
 mapped, and the read-only file mappings (program text, constants, symbols) are copied. During the stop only
 registers and the memory that can change are copied, by ``process_vm_readv`` straight into the mapped file, on
-several processors.
+several processors. Since Linux 5.19 that gives a process copies of its own of the pages that a fork has left to it and
+others in common: those are read through /proc/PID/mem, which is slower, and leaves them as they are.
 
 What the core file holds. Private anonymous memory and shared memory: whole; pages that were never touched
 are holes of the file, which read as zeros, as they do in the process. Mapped files: executables and libraries
@@ -128,6 +129,7 @@ def _readv(pid, pieces):
 
 class ProcessMemory:
     """Reads the memory of process `pid`, best while it stands still. OSError if it may not be opened."""
+    _MOST = 1 << 30             # bytes a system call, which cannot be interrupted
 
     def __init__(self, pid):
         self.pid = pid
@@ -141,29 +143,21 @@ class ProcessMemory:
         here = ctypes.addressof(ctypes.c_char.from_buffer(view))
         done = 0
         while done < len(view):
-            # process_vm_readv comes short at times for no reason, or a sandbox forbids it: then the file.
-            count = _readv(self.pid, [(address + done, len(view) - done, here + done)])
-            count = count or self._read_file(address + done, view[done:])
+            count = self.read_to(address + done, len(view) - done, here + done)
             if not count:
                 break
             done += count
         return done
 
-    def read_hidden(self, address, length, here):
-        """Read to the local address `here` what the process itself may not read: bytes read, 0 on any error."""
-        return max(libc.pread64(self._fd, here, length, address), 0)
+    def read_to(self, address, length, here):
+        """Read to the local address `here`: bytes read, at times fewer than there are, 0 on any error."""
+        if not 0 <= address < 1 << 63:
+            return 0
+        return max(libc.pread64(self._fd, here, min(length, self._MOST), address), 0)
 
     def can_read(self, address):
         """Whether there is something to read at an address."""
         return bool(self.read_into(address, bytearray(1)))
-
-    def _read_file(self, address, view):
-        try:
-            data = os.pread(self._fd, min(len(view), 1 << 20), address)
-        except (OSError, OverflowError, ValueError):
-            return 0
-        view[:len(data)] = data
-        return len(data)
 
     def close(self):
         os.close(self._fd)
@@ -184,8 +178,9 @@ class _PageMap:
     _SCAN = 0xC0606610          # _IOWR('f', 16, struct pm_scan_arg)
     _PRESENT, _SWAPPED, _ZERO, _GUARD = 8, 16, 32, 256      # the last, of MADV_GUARD_INSTALL, since Linux 6.15
     _CAPACITY = 4096            # struct page_region a call
-    # Bit 63: present, bit 62: swapped, bit 58: guard.
+    # Bit 63: present, 62: swapped, 61: a file's or shared memory, 58: guard, 56: mapped here only.
     _EXISTS = bytes(1 if top & 0xC0 and not top & 4 else 0 for top in range(256))
+    _IN_COMMON = bytes(1 if top & 0xA1 == 0x80 else 0 for top in range(256))
 
     def __init__(self, pid):
         self._fd = os.open("/proc/%d/pagemap" % pid, os.O_RDONLY | os.O_CLOEXEC)
@@ -217,13 +212,18 @@ class _PageMap:
             start = struct.unpack_from("<Q", request, 32)[0]
         return found
 
-    def _read(self, start, end, step=1 << 27):
-        """The same for older kernels, from the 8-byte entries: only the top byte of each matters."""
+    def in_common(self, start, end):
+        """Ranges of pages of private memory that another process has, too, since one of them was forked."""
+        return self._read(start, end, self._IN_COMMON)
+
+    def _read(self, start, end, wanted=_EXISTS, step=1 << 27):
+        """Ranges of pages by the 8-byte entries, of which only the top byte matters: those that `wanted` has for it. By
+        default what `_scan` finds, for older kernels."""
         found = []
         for low in range(start, end, step):
             high = min(low + step, end)
             tops = os.pread(self._fd, (high - low) // PAGE * 8, low // PAGE * 8)[7::8]
-            for run in re.finditer(b"\1+", tops.translate(self._EXISTS)):
+            for run in re.finditer(b"\1+", tops.translate(wanted)):
                 _append(found, low + run.start() * PAGE, low + run.end() * PAGE)
         return found
 
@@ -260,11 +260,11 @@ def without(ranges, holes):
     return left
 
 
-def _within(ranges, ends, mapping):
-    """The parts of ascending ranges, whose ends are `ends`, within a mapping."""
-    i, parts = bisect.bisect_right(ends, mapping.start), []
-    while i < len(ranges) and ranges[i][0] < mapping.end:
-        parts.append((max(ranges[i][0], mapping.start), min(ranges[i][1], mapping.end)))
+def _within(ranges, ends, start, end):
+    """The parts of ascending ranges, whose ends are `ends`, within [start, end)."""
+    i, parts = bisect.bisect_right(ends, start), []
+    while i < len(ranges) and ranges[i][0] < end:
+        parts.append((max(ranges[i][0], start), min(ranges[i][1], end)))
         i += 1
     return parts
 
@@ -281,18 +281,24 @@ _SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV", "/dev/shm/", "/run/shm/", "[a
 _TOGETHER, _SMALL = 256, 1 << 20
 _FILE_GAP = 16 * PAGE           # file pages between touched ones that are copied, too, for fewer segments
 
+_COMMON_GAP = 16 * PAGE         # other pages between those in common are read with them: fewer, longer reads
+
 
 class _Survey:
     """Decides for each mapping of a process what is stored in the core, and which of that must be copied."""
 
     def __init__(self, tid):
         self._tid = tid
-        self.flags = vm_flags(tid)
+        smaps = look_at_smaps(tid)
+        self.flags = smaps.flags
         self._pages = _PageMap(tid)
         # An older kernel takes long to tell that nothing is in a large reservation: then what it told before counts.
-        self._empty = set() if self._pages.gap else _empty(tid)
+        self._empty = set() if self._pages.gap else smaps.empty
+        self._forked = smaps.forked
         self.kept_out = {}          # mapping that the program cannot read, and is left out: its pages
         self.hidden = set()         # ranges to be copied that it cannot read
+        self.in_common = []         # ascending ranges with the pages that other processes have, too, since a fork
+        self._ends = []             # of those
 
     def close(self):
         self._pages.close()
@@ -301,6 +307,19 @@ class _Survey:
         """Look at thread `tid` from now on: after an exec, what is open belongs to the memory that there was."""
         before, self._tid, self._pages = self._pages, tid, _PageMap(tid)
         before.close()
+
+    def look_for_pages_in_common(self, maps):
+        """Fill `in_common`."""
+        self.set_in_common(joined((pages for mapping in maps if mapping.start in self._forked
+                                   for pages in self._pages.in_common(mapping.start, mapping.end)), _COMMON_GAP))
+
+    def set_in_common(self, ranges):
+        """`in_common` from now on."""
+        self.in_common, self._ends = ranges, [end for _, end in ranges]
+
+    def through_file(self, start, end):
+        """The parts of a range that /proc/PID/mem is to be read for: process_vm_readv cannot, or would change them."""
+        return [(start, end)] if (start, end) in self.hidden else _within(self.in_common, self._ends, start, end)
 
     def excluded(self, mapping):
         """Why a mapping is left out, or None."""
@@ -322,7 +341,7 @@ class _Survey:
                 existing = self._pages.existing(asked[0].start, asked[-1].end)
                 ends = [end for _, end in existing]
                 for mapping in asked:
-                    found[mapping] = self._asked(mapping, _within(existing, ends, mapping))
+                    found[mapping] = self._asked(mapping, _within(existing, ends, mapping.start, mapping.end))
                 del asked[:]
             check()
 
@@ -402,32 +421,31 @@ def hidden_pages(pid):
 _FLAGS = {"io", "pf", "dd", "dc", "wf", "um", "uw", "ui"}
 
 
-def vm_flags(tid):
-    """{start of a mapping: its VmFlags} from smaps; only those with a flag that matters here."""
-    flags, start = {}, 0
-    with open("/proc/%d/smaps" % tid, "rb") as file:
-        for line in file:
-            head = line.split(None, 1)[0]
-            if head == b"VmFlags:":
-                words = line.decode().split()[1:]
-                if _FLAGS.intersection(words):
-                    flags[start] = words
-            elif not head.endswith(b":"):
-                start = int(head.split(b"-")[0], 16)
-    return flags
+_Smaps = collections.namedtuple("_Smaps", "flags empty forked")
+_Smaps.__doc__ = """What /proc/PID/smaps tells of mappings, by their starts.
+
+flags: {start: VmFlags} where there is a flag that matters here; empty: those with no page in memory or swap; forked:
+those with private pages, and with pages that other processes have, too: perhaps the same."""
 
 
-def _empty(tid):
-    """The starts of the mappings that have no page in memory or swap, as smaps tells."""
-    found, start = set(), 0
+def look_at_smaps(tid):
+    """The `_Smaps` of a process. OSError if it is gone."""
+    found, start, sizes = _Smaps({}, set(), set()), 0, {}
     with open("/proc/%d/smaps" % tid, "rb") as file:
         for line in file:
             words = line.split(None, 2)
-            if not words[0].endswith(b":"):
-                start = int(words[0].split(b"-")[0], 16)
-                found.add(start)
-            elif words[0] in (b"Rss:", b"Swap:") and words[1] != b"0":
-                found.discard(start)
+            if words[0] == b"VmFlags:":         # the last line of a mapping
+                words = line.decode().split()[1:]
+                if _FLAGS.intersection(words):
+                    found.flags[start] = words
+                if not sizes[b"Rss:"] + sizes[b"Swap:"]:
+                    found.empty.add(start)
+                if sizes[b"Anonymous:"] and sizes[b"Shared_Clean:"] + sizes[b"Shared_Dirty:"]:
+                    found.forked.add(start)
+            elif words[0].endswith(b":"):
+                sizes[words[0]] = words[1] != b"0"
+            else:
+                start, sizes = int(words[0].split(b"-")[0], 16), collections.Counter()
     return found
 
 
@@ -553,10 +571,10 @@ class _Copier:
     _STEP, _OFTEN = 1 << 20, 1 << 18
     _PROCESSORS = min(4, len(os.sched_getaffinity(0)))      # more of them wait for the memory
 
-    def __init__(self, tid, image, hidden):
-        """hidden: ranges that the process itself cannot read, nor process_vm_readv; more may come to them."""
+    def __init__(self, tid, image, through_file):
+        """through_file(start, end): the parts of a range to be read through /proc/PID/mem."""
         self._memory = ProcessMemory(tid)
-        self._image, self._hidden = image, hidden
+        self._image, self._through_file = image, through_file
         self._lock = threading.Lock()
         self.bytes_copied = 0
         self.failed = []            # ranges that cannot be read
@@ -600,13 +618,16 @@ class _Copier:
             raise errors[0]
 
     def _batches(self, ranges):
-        """Lists of (address, length, local address), each for one system call; those of what is hidden by themselves."""
-        ranges = list(ranges)
-        hidden = [r for r in ranges if r in self._hidden]
-        for batch in self._batches_of(r for r in ranges if r not in self._hidden):
+        """Lists of (address, length, local address), each with what copies it."""
+        directly, through_file = [], []
+        for start, end in ranges:
+            parts = self._through_file(start, end)
+            directly += without([(start, end)], parts) if parts else [(start, end)]
+            through_file += parts
+        for batch in self._batches_of(directly):
             yield batch, self._copy_batch
-        for batch in self._batches_of(hidden):
-            yield batch, self._copy_hidden
+        for batch in self._batches_of(through_file):
+            yield batch, self._copy_through_file
 
     def _batches_of(self, ranges):
         batch, size = [], 0
@@ -637,12 +658,12 @@ class _Copier:
             self._copy_slowly(address + count, length - count, local + count, between)
             between()
 
-    def _copy_hidden(self, batch, between):
+    def _copy_through_file(self, batch, between):
         since = 0
         for address, length, local in batch:
             done = 0
             while done < length:
-                count = self._memory.read_hidden(address + done, min(length - done, self._STEP), local + done)
+                count = self._memory.read_to(address + done, min(length - done, self._STEP), local + done)
                 self._count(count)
                 if not count:
                     self._copy_slowly(address + done, length - done, local + done, between)
@@ -657,10 +678,9 @@ class _Copier:
         """What the system call left: as far as it goes, without the pages that cannot be read."""
         while length:
             between()
-            count = _readv(self._memory.pid, [(address, length, local)])
+            count = self._memory.read_to(address, length, local)
             if not count and self._memory.can_read(address):
-                # There is no room for it yet; to store where a full disk (an OSError) has none would be a SIGBUS. Or a
-                # sandbox forbids the system call.
+                # There is no room for it yet; to store where a full disk (an OSError) has none would be a SIGBUS.
                 count = min(length, self._STEP)
                 self._image.allocate([(address, address + count)])
                 count = self._memory.read_into(address, (ctypes.c_char * count).from_address(local))
@@ -816,12 +836,13 @@ class Capture:
         self._ids = {one: own_id(one) for one in threads_of(stopped.pid)} if is_within else None
         maps = mappings(tid, self._lines)
         self._early = self._survey.ranges([m for m in maps if not is_skipped(m)], program_files(maps))
+        self._survey.look_for_pages_in_common(maps)
         # Room for the headers, twice what they need now; what is not used remains a hole of the file.
         need = sum(150 + len(os.fsencode(m.path)) for m in maps) + 2000 * len(threads_of(stopped.pid)) + (1 << 14)
         self._room = -(-2 * need // PAGE) * PAGE
         self._image = _Image(fd, self._room)
         stack.callback(self._image.close)
-        self._copier = _Copier(tid, self._image, self._survey.hidden)
+        self._copier = _Copier(tid, self._image, self._survey.through_file)
         stack.callback(self._copier.close)
 
     def run(self, path, progress):
@@ -921,7 +942,7 @@ class Capture:
             if reason:
                 ranges = self._survey.kept_out.get(mapping, ()) if is_hidden(mapping) else [mapping[:2]]
                 found += [Unreadable(start, end, mapping.path, reason) for start, end in ranges]
-            for start, end in _within(failed, ends, mapping):
+            for start, end in _within(failed, ends, mapping.start, mapping.end):
                 found.append(Unreadable(start, end, mapping.path, "the kernel refuses to read it"))
         return found
 

@@ -126,9 +126,23 @@ PROGRAM = r"""
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 static __attribute__((noinline)) void leak(void) { *(volatile char *)malloc(1000) = 1; }
 static __attribute__((noinline)) void map(void) { *(volatile char *)mmap(0, 8192, 3, 0x22, -1, 0) = 1; }
+static int restrict_by(int how, void *filter, int length)
+{
+    switch (how) {
+    case 'p': return length ? prctl(PR_SET_SECCOMP, 2, filter) : prctl(PR_SET_SECCOMP, 1);
+    case 'c': return syscall(SYS_prctl, PR_SET_SECCOMP, length ? 2 : 1, filter);
+    case 's': return syscall(SYS_seccomp, length != 0, 0, length ? filter : 0);
+    default: {
+        long result = SYS_seccomp;
+        __asm__ volatile("syscall" : "+a"(result) : "D"(1), "S"(0), "d"(filter) : "rcx", "r11", "memory");
+        return result;
+    }
+    }
+}
 int main(int argc, char **argv)
 {
     unsigned char instructions[4096];
@@ -142,10 +156,15 @@ int main(int argc, char **argv)
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
     puts("ready");
     fflush(stdout);
-    if (filter.length ? prctl(PR_SET_SECCOMP, 2, &filter) : prctl(PR_SET_SECCOMP, 1))
+    char line[16] = { 0 };
+    if (argc < 3 && restrict_by('p', &filter, filter.length))
         return 2;
-    char line[16];
     while (read(0, line, sizeof line) > 0) {
+        if (argc > 2 && line[0] != 'g') {
+            for (int k = 0; k < 100; k++) leak(), map();
+            if (restrict_by(line[0], &filter, filter.length))
+                return 2;
+        }
         for (int k = 0; k < 100; k++) leak(), map();
         write(1, "{}\n", 3);
     }
@@ -233,13 +252,35 @@ def test_a_filter_that_forbids_the_agent_alone(program):
             check_as_found(subject.pid)
 
 
-@pytest.mark.parametrize("mode, ending", [(["--every", "1"], "was ended by signal 31 (SIGSYS)"),
-                                          (["--exact"], "ended with status 0")])
-def test_a_command_that_puts_itself_under_a_filter(program, mode, ending):
-    """No check at its start can see that: what ends it is told, and what mends it."""
-    command = f"{program} {packed(FILTERS['death for reading']).hex()}"
-    done = subprocess.run([*record_target.GDBLEAK, "sample", "-c", command, *mode], input="go\n", text=True,
+LATE = "after 0[.0-9]* s it put itself under seccomp, and nothing was recorded any more"
+
+
+@pytest.mark.parametrize("how", "pcs")
+@pytest.mark.parametrize("word, options, truth", [
+    ("sample", ["--every", "1", "--grace", "0.1"], ("leak", 100_000)), ("mmaps", [], ("map", 819_200))])
+def test_a_filter_that_comes_while_it_is_recorded(program, how, word, options, truth):
+    """By prctl, and by prctl and seccomp through syscall: the agent is quiet from then on, and what was before is told."""
+    with Subject(program, packed(FILTERS["death for reading"]).hex(), "late") as subject:
+        subject.line()
+        items, stacks, _ = record(word, subject, how, *options)
+        assert abs(by_site(stacks, [truth[0]])[truth[0]] - truth[1]) <= 1
+        partial, = next(item for item in items if item["type"] == "source")["partial"]
+        assert re.match(LATE, partial)
+        check_as_found(subject.pid)
+        subject.say("go")
+        assert subject.line() == "{}\n"
+
+
+@pytest.mark.parametrize("how, options, ending", [
+    ("p", ["--every", "1"], "ended with status 0"), ("s", ["--every", "1"], "ended with status 0"),
+    ("x", ["--every", "1"], "was ended by signal 31 (SIGSYS)"), ("x", ["--exact"], "ended with status 0")])
+def test_a_command_that_puts_itself_under_a_filter(program, how, options, ending):
+    """No check at its start can see that. Where libc is passed by, what ends it is told, and what mends it."""
+    command = f"{program} {packed(FILTERS['death for reading']).hex()} late"
+    done = subprocess.run([*record_target.GDBLEAK, "sample", "-c", command, *options], input=how + "\n", text=True,
                           cwd=record_target.ROOT, capture_output=True, timeout=record_target.WAIT)
     assert f"the command {ending}" in done.stdout, done
-    assert ("that forbids what the agent calls; sample --exact calls nothing\n" in done.stdout) == ("SIGSYS" in ending)
-    assert ("leak" in done.stdout) == ("SIGSYS" not in ending)
+    assert ("that forbids what the agent calls; try sample --exact\n" in done.stdout) == ("SIGSYS" in ending)
+    assert bool(re.search(LATE, done.stdout)) == (how != "x")
+    leaked = re.search(r"^leak < main.*? ([0-9,]+) ", done.stdout, re.M)[1]
+    assert leaked == ("200,000" if "--exact" in options else "100,000")

@@ -10,7 +10,7 @@
  * table of live samples. free() of such a block gives both back: what is in the table at the end was not released.
  *
  * Nothing here waits for another thread, so a signal handler, a fork or a stop at any instruction is harmless. Only a
- * full ring of mapping calls makes a thread sleep, for a while.
+ * full ring of mapping calls makes a thread sleep, for a while, and one that sets up seccomp lets others end what they do.
  */
 typedef unsigned long u64;
 typedef unsigned u32;
@@ -30,6 +30,7 @@ typedef unsigned char u8;
 #define WAYS 8              /* entries of a bucket of the table: one cache line */
 #define PARKED (1UL << 40)  /* nothing is due for long */
 #define MOST_WAITS 20000    /* milliseconds, of all threads together */
+#define MOST_LOOKS 2000000  /* at the threads in a hook, each a short system call: some tenths of a second */
 
 enum { PASSIVE, SAMPLING, FREES_ONLY };
 enum { MMAP = 1, MUNMAP, MREMAP, BRK };
@@ -59,6 +60,7 @@ SHARED u64 internal[64];        /* pairs: code from where a call is the allocato
 SHARED u64 taken, released, thinned, missed, dropped;   /* samples; of a ring: `taken` counts the records */
 SHARED u64 clock, ring_tail, waits;     /* waits: for room in the ring, since the reader was last there */
 SHARED volatile u64 in_flight;  /* threads in a hook */
+SHARED volatile u64 restricted;          /* 1: the program has put itself under seccomp, and we are quiet since */
 SHARED struct cell cells[CELLS] __attribute__((aligned(64)));
 SHARED u8 filter[1 << FILTER_BITS] __attribute__((aligned(64)));
 
@@ -533,6 +535,32 @@ MAPS(munmap, MUNMAP, a, b)
 MAPS(mremap, MREMAP, a, b, c, d, e)
 MAPS(brk, BRK, a)
 
+/* ---- seccomp: a filter may forbid our system calls, at the price of the program's life -------------------------- */
+
+static void keep_quiet(void)
+{
+    if (state == SAMPLING) {
+        restricted = 1;
+        state = FREES_ONLY;
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    }
+    for (int k = 0; k < MOST_LOOKS && restricted && LOAD(&in_flight); k++)
+        call(39, 0, 0, 0, 0, 0, 0);
+}
+
+#define RESTRICTS(name, when)                                                                                   \
+    SHARED u64 agent_##name(ARGUMENTS)                                                                          \
+    {                                                                                                           \
+        UNUSED;                                                                                                 \
+        if (when)                                                                                               \
+            keep_quiet();                                                                                       \
+        return REAL(name, a, b, c, d, e, f);                                                                    \
+    }
+
+enum { PRCTL = 157, SECCOMP = 317, SET_SECCOMP = 22 };
+RESTRICTS(prctl, (u32)a == SET_SECCOMP)
+RESTRICTS(syscall, a == SECCOMP || (u32)b == SET_SECCOMP)
+
 /* ---- entries: what the jumps lead to --------------------------------------------------------------------------- */
 
 /* A return address into the agent lies below a word that points to the word above it, and is overwritten at once when
@@ -595,4 +623,8 @@ RELEASES(delete_array) RELEASES(delete_array_sized) RELEASES(delete_array_nothro
 RELEASES(delete_array_aligned) RELEASES(delete_array_sized_aligned) RELEASES(delete_array_aligned_nothrow)
 ALWAYS(realloc) ALWAYS(rallocx)
 ALWAYS(memalign) ALWAYS(aligned_alloc) ALWAYS(posix_memalign) ALWAYS(valloc) ALWAYS(pvalloc)
+ALWAYS(prctl)
+/* Its seventh argument lies on the stack: only what has fewer is called from us. */
+__asm__(".text\n" ENTRY(syscall) "cmp $317, %rdi\n je slow_syscall\n cmp $157, %rdi\n je slow_syscall\n" ROOM(syscall)
+        "slow_syscall:" FRAMED(syscall) "ret\n");
 ALWAYS(mmap) ALWAYS(munmap) ALWAYS(mremap) ALWAYS(brk)

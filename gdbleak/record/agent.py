@@ -32,6 +32,7 @@ DELETE = {"delete": "_ZdlPv", "delete_sized": "_ZdlPvm", "delete_nothrow": "_Zdl
           "delete_array_aligned": "_ZdaPvSt11align_val_t", "delete_array_sized_aligned": "_ZdaPvmSt11align_val_t",
           "delete_array_aligned_nothrow": "_ZdaPvSt11align_val_tRKSt9nothrow_t"}
 POOLS = {"create": "ngx_create_pool", "destroy": "ngx_destroy_pool"}
+RESTRICTING = "prctl", "syscall"        # what puts a program under seccomp; hooked where that can be
 RELEASES = {"free", "free_sized", "free_aligned_sized", "dallocx", "sdallocx", "destroy", *DELETE}
 MAY_THROW = {name: f"{name}_nothrow" for name in NEW if f"{name}_nothrow" in NEW}    # and which hook does its work
 ROOM = 64               # bytes for a function's displaced instructions

@@ -14,7 +14,7 @@ from ..target import ptrace
 from ..target.ptrace import LiveError
 from ..target.room import field
 from . import guard, inject, relocate, seccomp, tracee
-from .agent import ROOM
+from .agent import RESTRICTING, ROOM
 from .guard import PAGE
 from .modules import Image, Process
 
@@ -74,6 +74,10 @@ class Target:
         install. otherwise: what mends that."""
         if self._filtered:
             seccomp.check(self.pid, calls, otherwise)
+
+    def restricting(self) -> list[Hook]:
+        """The functions by which the program may put itself under seccomp."""
+        return [hook for hook in map(self.function, RESTRICTING) if hook]
 
     def function(self, name: str, image: Image | None = None) -> Hook | None:
         """The function of that name that the program uses, or that an image defines; None when there is none."""
@@ -232,11 +236,16 @@ class Installation:
         code, patches = bytearray(self.agent.code), {}
         for hook in hooks:
             at = self.agent.room(hook.name)
-            displaced = relocate.displace(hook.body, hook.address, self.base + at)
+            try:
+                displaced = relocate.displace(hook.body, hook.address, self.base + at)
+                after = relocate.jump(hook.address, self.base + self.agent.entry(hook.name))
+            except relocate.Immovable:
+                if hook.name in RESTRICTING:
+                    continue
+                raise
             if len(displaced.code) > ROOM:
                 raise LiveError(f"the first instructions of {hook.name} take too much room")
             code[at:at + len(displaced.code)] = displaced.code
-            after = relocate.jump(hook.address, self.base + self.agent.entry(hook.name))
             patches.setdefault(hook.address, (hook.address, hook.body[:len(after)], after, displaced.size))
         self.memory.write(self.base + self.agent.data, self.agent.initial_data(settings()))
         self.memory.write(self.base, bytes(code))

@@ -26,6 +26,7 @@ SLOTS, SLOT_BYTES = 1 << 12, 8192 + 128 + 48
 _ARGUMENTS = 48         # bytes at the end of a slot
 _STACK_BYTES = SLOT_BYTES - agents.SLOT.itemsize - _ARGUMENTS
 _LOOK = 0.02            # seconds between two readings of the ring
+OTHERWISE = "strace -k -e trace=memory shows such calls, slowly"
 _PAGE, _HUGE = 4096, 2 << 20
 _FIXED, _ANONYMOUS, _NORESERVE, _STACK, _HUGETLB, _DONTUNMAP = 0x10, 0x20, 0x4000, 0x20000, 0x40000, 4
 _FAILED = (1 << 64) - 1
@@ -210,10 +211,11 @@ class MappingCalls(session.Session):
     def __init__(self, pid: int, kind=Installation):
         super().__init__(pid)
         target = self._target = Target(pid)
-        target.check_calls(agents.MAPPING_CALLS, "strace -k -e trace=memory shows such calls, slowly")
+        target.check_calls(agents.MAPPING_CALLS, OTHERWISE)
         self._image = target.process.definer("mmap")
         found = (target.function(name, self._image) for name in CALLS) if self._image else ()
         self._hooks = [hook for hook in found if hook]
+        self._restricting = target.restricting()
         if not any(hook.name == "mmap" for hook in self._hooks):
             raise LiveError("no symbol tells where mmap is: a static program that was stripped cannot be recorded")
         self._heaps = [(hook.address, hook.address + len(hook.body))
@@ -224,20 +226,21 @@ class MappingCalls(session.Session):
     def install(self) -> None:
         installation = self.installation
         self._start_break = _break(self._target, self._image)
-        installation.install(self._hooks, self._image, SLOTS * SLOT_BYTES, lambda: {
+        installation.install(self._hooks + self._restricting, self._image, SLOTS * SLOT_BYTES, lambda: {
             "state": agents.SAMPLING.to_bytes(4, "little"), "slots": word(installation.room),
             "slot_count": word(SLOTS), "slot_bytes": word(SLOT_BYTES), "stack_bytes": word(_STACK_BYTES)})
         self._before = _own(self._target, installation)
+        super().install()
 
     def look(self) -> str:
         self._ring.drain()
-        return f", {self._ring.count:,} calls"
+        return super().look() + f", {self._ring.count:,} calls"
 
     def collect(self) -> None:
         self.installation.write("state", agents.PASSIVE, 4)
         self._after = _own(self._target, self.installation)        # at once: what is mapped from now on is not recorded
         time.sleep(_LOOK)
-        self._ring.drain()
+        self.look()
         self._dropped = self.installation.read("dropped")
         super().collect()
 
@@ -255,6 +258,7 @@ class MappingCalls(session.Session):
                                    "calls that go past libc")
         if self._dropped:
             recording.partial.append(f"{self._dropped:,} calls were lost: they came faster than they could be read")
+        recording.partial += self.quiet(OTHERWISE)
         recording.numbers = {"seconds": round(course.lasted, 3), "calls": ring.count, "dropped": self._dropped,
                              "unseen": unseen, **course.facts}
         return recording

@@ -56,22 +56,21 @@ class Sampling(session.Session):
         target = Target(pid)
         target.check_calls(agents.SAMPLING_CALLS, "use --exact")
         self._hooks, self._image = hooks_of(target, options.pools)
+        self._restricting = target.restricting()
         self._lua = LuaStacks(pid) if options.lua else None
         self.installation = kind(target, agents.Agent(options.by == "calls"))
 
     def install(self) -> None:
-        self.installation.install(self._hooks, self._image, room_bytes(), lambda: {
+        self.installation.install(self._hooks + self._restricting, self._image, room_bytes(), lambda: {
             **settings(self.installation, self._hooks, self._options), **(self._lua.settings if self._lua else {})})
-
-    def look(self) -> str:
-        self.installation.read("taken")
-        return ""
+        super().install()
 
     def watch_frees(self) -> None:
         self.installation.write("state", agents.FREES_ONLY, 4)
 
     def collect(self) -> None:
         installation = self.installation
+        self.look()
         installation.write("state", agents.PASSIVE, 4)
         self._samples = _read(installation)
         names = "taken", "released", "thinned", "missed", "dropped", "mean"
@@ -174,6 +173,7 @@ def _recording(sampling, course, options, rows, stacks, cut, counters) -> Record
         recording.facts.append(f"{counters['thinned']:,} samples made room for others: the estimate stays unbiased")
     if counters["dropped"]:
         recording.partial.append(f"{counters['dropped']:,} samples were lost, for want of room")
+    recording.partial += sampling.quiet("--exact goes on")
     if cut:
         recording.partial.append(f"{cut:,} stacks are deeper than the {STACK_BYTES:,} bytes that were copied")
     recording.numbers = {"mode": "sampled", "seconds": round(course.lasted, 3), "held": len(rows), "cut": cut,

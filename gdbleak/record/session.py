@@ -39,15 +39,17 @@ class Session:
 
     look_every = 0.05       # seconds between two calls of `look`
     followed = "recorded from its start, and traced for its end: short stops as threads begin and signals come"
-    if_filtered = ": it put itself under a seccomp filter that forbids what the agent calls; sample --exact calls nothing"
+    if_filtered = ": it put itself under a seccomp filter, not by libc, that forbids what the agent calls; try sample --exact"
 
     def __init__(self, pid: int):
         self.pid = pid
         self.installation: Installation
+        self._began = 0.0
+        self.quiet_after: float | None = None   # seconds, since when the agent is quiet, as the program set up seccomp
 
     def install(self) -> None:
         """Put the agent in; it begins to record."""
-        raise NotImplementedError
+        self._began = time.monotonic()
 
     def at_signal(self, _tid: int, number: int) -> int:
         """A thread of a command has stopped at a signal: the one to let it go on with, 0 for none."""
@@ -58,7 +60,10 @@ class Session:
 
     def look(self) -> str:
         """Called while it records; what there is to tell about its progress."""
-        raise NotImplementedError
+        is_quiet = self.installation.read("restricted")
+        if is_quiet and self.quiet_after is None:
+            self.quiet_after = time.monotonic() - self._began
+        return ""
 
     def watch_frees(self) -> None:
         """The window is over: record only what is released."""
@@ -74,6 +79,12 @@ class Session:
     def recording(self, course: Course) -> Recording:
         """What comes of it."""
         raise NotImplementedError
+
+    def quiet(self, otherwise: str) -> list[str]:
+        """What of it is missing since the program put itself under seccomp, if it did; otherwise: what mends that."""
+        return [] if self.quiet_after is None else [
+            f"after {self.quiet_after:.3g} s it put itself under seccomp, and nothing was recorded any more, as a filter may "
+            f"forbid what the agent calls; {otherwise}"]
 
 
 class Timing(NamedTuple):

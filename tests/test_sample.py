@@ -125,7 +125,9 @@ def test_threads_at_one_counter(tmp_path, monkeypatch):
         check_as_found(subject.pid)
 
 
-@pytest.mark.parametrize("options, mode", [(["--by", "calls"], "calls"), (["--every", "64k"], "every")])
+@pytest.mark.parametrize("options, mode", [
+    (["--by", "calls"], "calls"), (["--every", "64k"], "every"), (["--every", "50"], "thinned"),
+    (["--by", "calls", "--every", "3"], "thinned")])
 def test_other_ways_to_sample(options, mode):
     with Subject(rates("-O2")) as subject:
         subject.line()
@@ -134,8 +136,41 @@ def test_other_ways_to_sample(options, mode):
         found, told = by_site(stacks, truth), totals(items)
         if mode == "every":
             assert told["mean"] == 65536 or told["thinned"]
+        assert told["thinned"] > 5000 or mode != "thinned"
         all_true = sum(size for size, _ in truth.values())
         assert abs(sum(found.values()) - all_true) < max(3 * told["interval"], 0.02 * all_true)
+        check_as_found(subject.pid)
+
+
+GREEDY = r"""
+#include <stdio.h>
+#include <stdlib.h>
+static __attribute__((noinline)) void leak(void) { *(volatile char *)malloc(1000) = 1; }
+int main(void)
+{
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    puts("ready");
+    for (char line[100]; fgets(line, sizeof line, stdin) && line[0] == 'g';) {
+        for (unsigned long k = 0; k < 100000; k++) {
+            if (malloc((1ul << (k % 64)) | 1ul << 46) || calloc(1ul << 63, k | 1) || realloc(NULL, -1 - k % 5000))
+                return 1;
+            leak();
+        }
+        puts("{}");
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--every", "10k"], ["--by", "calls"]])
+def test_requests_that_fail(tmp_path, options):
+    """Of sizes that there is no memory for, and that overflow: they neither count nor change the others' estimate."""
+    (tmp_path / "greedy.c").write_text(GREEDY)
+    subprocess.run(["gcc", "-w", "-O1", "-fno-builtin", "-o", tmp_path / "greedy", tmp_path / "greedy.c"], check=True)
+    with Subject(tmp_path / "greedy") as subject:
+        subject.line()
+        items, stacks, _ = record("sample", subject, "go", "--grace", "0", *options)
+        assert abs(by_site(stacks, ["leak"])["leak"] - 100_000_000) < 3 * totals(items)["interval"] < 50_000_000
         check_as_found(subject.pid)
 
 

@@ -11,7 +11,9 @@ import subprocess
 import pytest
 
 from gdbleak.record import seccomp
+from gdbleak.record.sample import Options, Sampling
 from gdbleak.record.seccomp import ALLOW, ERRNO, KILL_PROCESS, KILL_THREAD
+from gdbleak.target.ptrace import LiveError
 from tests import record_target
 from tests.record_target import Subject, by_site, check_as_found, record, refused
 
@@ -132,9 +134,11 @@ static __attribute__((noinline)) void leak(void) { *(volatile char *)malloc(1000
 static __attribute__((noinline)) void map(void) { *(volatile char *)mmap(0, 8192, 3, 0x22, -1, 0) = 1; }
 static int restrict_by(int how, void *filter, int length)
 {
+    unsigned allow = 0x7fff0000;
     switch (how) {
     case 'p': return length ? prctl(PR_SET_SECCOMP, 2, filter) : prctl(PR_SET_SECCOMP, 1);
     case 'c': return syscall(SYS_prctl, PR_SET_SECCOMP, length ? 2 : 1, filter);
+    case 'q': return !prctl(PR_SET_SECCOMP, 2, NULL) || syscall(SYS_seccomp, 2, 0, &allow);
     case 's': return syscall(SYS_seccomp, length != 0, 0, length ? filter : 0);
     default: {
         long result = SYS_seccomp;
@@ -252,7 +256,7 @@ def test_a_filter_that_forbids_the_agent_alone(program):
             check_as_found(subject.pid)
 
 
-LATE = "after 0[.0-9]* s it put itself under seccomp, and nothing was recorded any more"
+LATE = "after 0[.0-9]* s it restricted itself .*, and nothing was recorded any more"
 
 
 @pytest.mark.parametrize("how", "pcs")
@@ -266,6 +270,33 @@ def test_a_filter_that_comes_while_it_is_recorded(program, how, word, options, t
         assert abs(by_site(stacks, [truth[0]])[truth[0]] - truth[1]) <= 1
         partial, = next(item for item in items if item["type"] == "source")["partial"]
         assert re.match(LATE, partial)
+        check_as_found(subject.pid)
+        subject.say("go")
+        assert subject.line() == "{}\n"
+
+
+def test_questions_are_no_filter(program):
+    """What the kernel refuses, or only answers, ends no recording."""
+    with Subject(program, packed(FILTERS["death for reading"]).hex(), "late") as subject:
+        subject.line()
+        items, stacks, _ = record("sample", subject, "q", "--every", "1", "--grace", "0")
+        assert abs(by_site(stacks, ["leak"])["leak"] - 200_000) <= 1
+        assert next(item for item in items if item["type"] == "source")["partial"] == []
+        check_as_found(subject.pid)
+
+
+def test_a_filter_that_comes_before_the_agent(program):
+    """After the check, that is: it is seen in the stop in which the agent would be let in."""
+    with Subject(program, packed(FILTERS["death for reading"]).hex(), "late") as subject:
+        subject.line()
+        sampling = Sampling(Options(), subject.pid)
+        subject.say("x")
+        assert subject.line() == "{}\n"
+        try:
+            with pytest.raises(LiveError, match="has just restricted itself by seccomp: try again"):
+                sampling.install()
+        finally:
+            sampling.installation.remove()
         check_as_found(subject.pid)
         subject.say("go")
         assert subject.line() == "{}\n"

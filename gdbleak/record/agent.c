@@ -10,7 +10,7 @@
  * table of live samples. free() of such a block gives both back: what is in the table at the end was not released.
  *
  * Nothing here waits for another thread, so a signal handler, a fork or a stop at any instruction is harmless. Only a
- * full ring of mapping calls makes a thread sleep, for a while, and one that sets up seccomp lets others end what they do.
+ * full ring of mapping calls makes a thread sleep, for a while, and one that sets up seccomp lets others end their calls.
  */
 typedef unsigned long u64;
 typedef unsigned u32;
@@ -30,9 +30,12 @@ typedef unsigned char u8;
 #define WAYS 8              /* entries of a bucket of the table: one cache line */
 #define PARKED (1UL << 40)  /* nothing is due for long */
 #define MOST_WAITS 20000    /* milliseconds, of all threads together */
-#define MOST_LOOKS 2000000  /* at the threads in a hook, each a short system call: some tenths of a second */
+#define MOST_LOOKS 5000000  /* at the threads in a call, of all threads together: some tenths of a second */
+#define LARGEST (1UL << 47) /* request that may succeed */
+#define WIDEST (1UL << 40)  /* mean distance */
+#define POINT 16            /* bits behind the point of a slot's distance */
 
-enum { PASSIVE, SAMPLING, FREES_ONLY };
+enum { PASSIVE, SAMPLING, FREES_ONLY, QUIET };  /* QUIET: as FREES_ONLY, since the program has set up seccomp */
 enum { MMAP = 1, MUNMAP, MREMAP, BRK };
 
 struct cell { u64 left, owner, mean, random, unused[4]; };  /* owner: the id of the thread that counts down here */
@@ -43,13 +46,13 @@ struct frame { u64 r15, r14, r13, r12, rbx, rbp, return_address; };
 /* A record: 128 bytes, then `stack_size` bytes of stack from the return address on. */
 struct slot {
     u64 pointer, size;              /* the block, and what was asked for; of a mapping: the call's result */
-    u64 mean, distance;             /* the mean it was taken by, and how far into the request the sample was due */
+    u64 mean, distance;             /* the mean it was taken by, and how far into the request it was due; with POINT */
     u64 before, after;              /* of a mapping call: the agent's clock */
     u64 return_address, sp, rbp, rbx, r12, r13, r14, r15;
     u32 stack_length, next, kind, ready;
 };
 
-SHARED volatile u32 state;      /* PASSIVE, SAMPLING or FREES_ONLY */
+SHARED volatile u32 state;
 SHARED u64 size_mask, unit;     /* amount of a request: (size & size_mask) + unit */
 SHARED u64 mean = 1, least_mean = 1;    /* the mean distance now, and the smallest it may become */
 SHARED u64 quantum_target;      /* samples per quantum (2^24 ticks) above which the mean doubles; 0: it is fixed */
@@ -60,7 +63,6 @@ SHARED u64 internal[64];        /* pairs: code from where a call is the allocato
 SHARED u64 taken, released, thinned, missed, dropped;   /* samples; of a ring: `taken` counts the records */
 SHARED u64 clock, ring_tail, waits;     /* waits: for room in the ring, since the reader was last there */
 SHARED volatile u64 in_flight;  /* threads in a hook */
-SHARED volatile u64 restricted;          /* 1: the program has put itself under seccomp, and we are quiet since */
 SHARED struct cell cells[CELLS] __attribute__((aligned(64)));
 SHARED u8 filter[1 << FILTER_BITS] __attribute__((aligned(64)));
 
@@ -70,6 +72,8 @@ static u64 free_slots;          /* a stack: version << 32 | index + 1 */
 static u64 fresh_slots;         /* never used yet: from here on */
 static u64 quantum, taken_in_quantum;
 static u32 thinning;            /* a thread is at it */
+static u64 calling;             /* threads that may be in a system call of ours */
+static u64 looks;               /* at those */
 
 /* The real function: its displaced instructions, and a jump to the others. */
 #define REAL(name, ...) ({ extern char real_##name[] SHARED_TEXT; ((u64 (*)(u64, ...))real_##name)(__VA_ARGS__); })
@@ -137,9 +141,9 @@ static u64 next_random(struct cell *cell)
     return x * 0x2545f4914f6cdd1dUL | 1;
 }
 
-/* A distance from the exponential distribution of that mean: -ln(u) * mean, u uniform in (0, 1); 20 bits after the
- * point. The logarithm's bits come from squaring the mantissa. */
-static u64 distance(struct cell *cell, u64 from_mean)
+/* From the exponential distribution of mean 1: -ln(u), u uniform in (0, 1); 20 bits behind the point. The logarithm's
+ * bits come from squaring the mantissa. */
+static u64 variate(struct cell *cell)
 {
     u64 u = next_random(cell);
     int zeros = __builtin_clzl(u);
@@ -154,8 +158,20 @@ static u64 distance(struct cell *cell, u64 from_mean)
         mantissa = (u64)square;
     }
     u64 minus_log2 = ((u64)(zeros + 1) << 20) - fraction;
-    u64 minus_ln = minus_log2 * 726817UL >> 20;                     /* ln 2 = 726817 / 2^20 */
-    return (u64)((unsigned __int128)from_mean * minus_ln >> 20) + 1;
+    return minus_log2 * 726817UL >> 20;                             /* ln 2 = 726817 / 2^20 */
+}
+
+/* To the next sample: a distance from the distribution of that mean, rounded up. */
+static u64 distance(struct cell *cell, u64 from_mean)
+{
+    return (u64)((unsigned __int128)from_mean * variate(cell) >> 20) + 1;
+}
+
+/* What rounding up left of a distance, POINT bits: it does not depend on the rest. By a large mean it is uniform. */
+static u64 fraction(struct cell *cell, u64 from_mean)
+{
+    u64 random = from_mean < 1 << 10 ? from_mean * variate(cell) >> (20 - POINT) : next_random(cell) >> 32;
+    return random & ((1 << POINT) - 1);
 }
 
 static struct cell *own_cell(void)
@@ -163,25 +179,30 @@ static struct cell *own_cell(void)
     return (struct cell *)((u8 *)cells + (thread_id() * CELLS_FACTOR >> CELLS_SHIFT & CELLS_MASK));
 }
 
-/* The mean for the next sample: larger when too many are taken, smaller when few are. */
+/* The mean for the next sample: smaller when few are taken. */
 static u64 adapted_mean(void)
 {
     u64 now = ticks() >> 24, before = mean;
-    if (quantum_target) {
-        if (now != quantum) {
-            if (taken_in_quantum < quantum_target / 4 && before / 2 >= least_mean)
-                mean = before / 2;
-            quantum = now;
-            taken_in_quantum = 0;
-        } else if (++taken_in_quantum > quantum_target) {
-            mean = before * 2;
-            taken_in_quantum = 0;
-        }
+    if (quantum_target && now != quantum) {
+        if (taken_in_quantum < quantum_target / 4 && before / 2 >= least_mean)
+            mean = before / 2;
+        quantum = now;
+        taken_in_quantum = 0;
     }
     return mean;
 }
 
-struct sample { u64 mean, distance; };      /* mean 0: it is not taken */
+/* One was taken: the mean is larger when too many are. */
+static void count_for_mean(void)
+{
+    u64 before = mean;
+    if (quantum_target && ++taken_in_quantum > quantum_target && before < WIDEST) {
+        mean = before * 2;
+        taken_in_quantum = 0;
+    }
+}
+
+struct sample { u64 mean, distance; };      /* as in a slot; mean 0: it is not taken */
 
 /* Whether a request of that amount is taken. `counted`: its amount has been taken off the cell already. */
 static struct sample due(u64 amount, int counted)
@@ -190,8 +211,13 @@ static struct sample due(u64 amount, int counted)
     struct cell *cell = own_cell();
     int is_own = cell->owner == thread_id();
     cell->owner = thread_id();
+    if (amount > LARGEST) {
+        cell->left += counted && is_own ? amount : 0;
+        return none;
+    }
     if (state != SAMPLING) {
         cell->left = PARKED;
+        cell->owner = state == QUIET ? 0 : thread_id();             /* that may end */
         return none;
     }
     due.mean = cell->mean;
@@ -204,6 +230,7 @@ static struct sample due(u64 amount, int counted)
         cell->left = due.distance - amount;
         return none;
     }
+    due.distance = (due.distance - 1 << POINT) + fraction(cell, due.mean);
     cell->mean = adapted_mean();
     cell->left = distance(cell, cell->mean);
     return due;
@@ -353,7 +380,7 @@ static void thin(void)
     u32 idle = 0;
     if (LOAD(&taken) - LOAD(&released) - LOAD(&thinned) < slot_count / 4 * 3 || !SWAP(&thinning, &idle, 1))
         return;
-    u64 wider = mean * 2;
+    u64 wider = mean < WIDEST ? mean * 2 : mean;
     mean = least_mean = wider;
     for (u64 *at = table, *end = table + (table_mask + 1) * WAYS; at < end; at++) {
         u64 entry = LOAD(at);
@@ -364,7 +391,7 @@ static void thin(void)
         if (slot->mean >= wider)
             continue;
         u64 further = scaled(slot->distance, wider, slot->mean);
-        if (further <= amount_of(slot->size)) {
+        if (further < amount_of(slot->size) << POINT) {
             slot->distance = further;
             slot->mean = wider;
         } else if (SWAP(at, &entry, 0)) {
@@ -376,9 +403,25 @@ static void thin(void)
     thinning = 0;
 }
 
-static void record(u64 pointer, u64 size, struct sample by, struct frame *frame)
+/* From here to end_calls() the thread may make system calls of ours: if it may. */
+static int begin_calls(void)
+{
+    ADD(&calling, 1);
+    if (state == SAMPLING)
+        return 1;
+    ADD(&calling, -1UL);
+    return 0;
+}
+
+static void end_calls(void)
+{
+    ADD(&calling, -1UL);
+}
+
+static void keep(u64 pointer, u64 size, struct sample by, struct frame *frame)
 {
     thin();
+    count_for_mean();
     u64 index = pointer >> 48 ? -1UL : take_slot();
     if (index == -1UL) {
         ADD(&dropped, 1);
@@ -398,6 +441,14 @@ static void record(u64 pointer, u64 size, struct sample by, struct frame *frame)
     } else {
         ADD(&dropped, 1);
         give_slot(index);
+    }
+}
+
+static void record(u64 pointer, u64 size, struct sample by, struct frame *frame)
+{
+    if (begin_calls()) {
+        keep(pointer, size, by, frame);
+        end_calls();
     }
 }
 
@@ -498,7 +549,9 @@ static void note(u32 kind, u64 before, u64 result, ARGUMENTS)
     do
         while (head - LOAD(&ring_tail) >= slot_count) {             /* full: wait, but not for a reader that died */
             u64 millisecond[2] = { 0, 1000000 };
-            if (state != SAMPLING || ADD(&waits, 1) > MOST_WAITS) {
+            if (state != SAMPLING)
+                return;
+            if (ADD(&waits, 1) > MOST_WAITS) {
                 ADD(&dropped, 1);
                 return;
             }
@@ -524,8 +577,10 @@ static void note(u32 kind, u64 before, u64 result, ARGUMENTS)
         ENTER;                                                                                                  \
         u64 before = ADD(&clock, 1);                                                                            \
         u64 result = REAL(name, __VA_ARGS__);                                                                   \
-        if (state == SAMPLING)                                                                                  \
+        if (begin_calls()) {                                                                                    \
             note(kind, before, result, a, b, c, d, e, f, frame);                                                \
+            end_calls();                                                                                        \
+        }                                                                                                       \
         LEAVE;                                                                                                  \
         return result;                                                                                          \
     }
@@ -535,31 +590,33 @@ MAPS(munmap, MUNMAP, a, b)
 MAPS(mremap, MREMAP, a, b, c, d, e)
 MAPS(brk, BRK, a)
 
-/* ---- seccomp: a filter may forbid our system calls, at the price of the program's life -------------------------- */
+/* ---- seccomp: a filter may forbid our system calls, at the price of the program's life --------------------------- */
 
-static void keep_quiet(void)
+/* Whether that was new. */
+static int keep_quiet(void)
 {
-    if (state == SAMPLING) {
-        restricted = 1;
-        state = FREES_ONLY;
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    }
-    for (int k = 0; k < MOST_LOOKS && restricted && LOAD(&in_flight); k++)
-        call(39, 0, 0, 0, 0, 0, 0);
+    u32 sampling = SAMPLING;
+    int is_new = SWAP(&state, &sampling, QUIET);
+    while (LOAD(&calling) && ADD(&looks, 1) < MOST_LOOKS)
+        __builtin_ia32_pause();
+    return is_new;
 }
 
 #define RESTRICTS(name, when)                                                                                   \
     SHARED u64 agent_##name(ARGUMENTS)                                                                          \
     {                                                                                                           \
         UNUSED;                                                                                                 \
-        if (when)                                                                                               \
-            keep_quiet();                                                                                       \
-        return REAL(name, a, b, c, d, e, f);                                                                    \
+        int is_new = (when) && keep_quiet();                                                                    \
+        u64 result = REAL(name, a, b, c, d, e, f);                                                              \
+        u32 quiet = QUIET;                                                                                      \
+        if (is_new && (int)result < 0)                                                                          \
+            SWAP(&state, &quiet, SAMPLING);                                                                     \
+        return result;                                                                                          \
     }
 
-enum { PRCTL = 157, SECCOMP = 317, SET_SECCOMP = 22 };
-RESTRICTS(prctl, (u32)a == SET_SECCOMP)
-RESTRICTS(syscall, a == SECCOMP || (u32)b == SET_SECCOMP)
+enum { SECCOMP = 317, SET_SECCOMP = 22, SET_TSC = 26, FIRST_QUESTION = 2 };
+RESTRICTS(prctl, (u32)a == SET_SECCOMP || (u32)a == SET_TSC)        /* the time stamp counter, which we read */
+RESTRICTS(syscall, (u32)a == SECCOMP ? (u32)b < FIRST_QUESTION : (u32)b == SET_SECCOMP || (u32)b == SET_TSC)
 
 /* ---- entries: what the jumps lead to --------------------------------------------------------------------------- */
 
@@ -625,6 +682,6 @@ ALWAYS(realloc) ALWAYS(rallocx)
 ALWAYS(memalign) ALWAYS(aligned_alloc) ALWAYS(posix_memalign) ALWAYS(valloc) ALWAYS(pvalloc)
 ALWAYS(prctl)
 /* Its seventh argument lies on the stack: only what has fewer is called from us. */
-__asm__(".text\n" ENTRY(syscall) "cmp $317, %rdi\n je slow_syscall\n cmp $157, %rdi\n je slow_syscall\n" ROOM(syscall)
+__asm__(".text\n" ENTRY(syscall) "cmp $317, %edi\n je slow_syscall\n cmp $157, %edi\n je slow_syscall\n" ROOM(syscall)
         "slow_syscall:" FRAMED(syscall) "ret\n");
 ALWAYS(mmap) ALWAYS(munmap) ALWAYS(mremap) ALWAYS(brk)

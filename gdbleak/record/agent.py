@@ -10,7 +10,7 @@ from ..target.ptrace import LiveError
 from .compile_agent import SOURCE, product
 from .seccomp import GETPID, NANOSLEEP, PROCESS_VM_READV
 
-PASSIVE, SAMPLING, FREES_ONLY = 0, 1, 2
+PASSIVE, SAMPLING, FREES_ONLY, QUIET = 0, 1, 2, 3
 MMAP, MUNMAP, MREMAP, BRK = 1, 2, 3, 4
 WAYS = 8
 SAMPLING_CALLS = GETPID, PROCESS_VM_READV               # system calls that it makes

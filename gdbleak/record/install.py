@@ -52,7 +52,7 @@ class Target:
                 raise LiveError(f"process {pid} is no x86-64 program: recording is for x86-64 only")
             if any(fields.get("State", "?")[0] == "T" for fields in status):
                 raise LiveError(f"process {pid} is stopped: continue it first (kill -CONT {pid})")
-            self._filtered = any(fields.get("Seccomp", "0") != "0" for fields in status)
+            self._filters = _filters(status)
             guard.clean(self.memory)
             self.process = Process(self.memory)
         except OSError:
@@ -72,8 +72,13 @@ class Target:
     def check_calls(self, calls: tuple[int, ...], otherwise: str) -> None:
         """Raises LiveError when a seccomp filter forbids what we need: `calls` are made again and again by what we
         install. otherwise: what mends that."""
-        if self._filtered:
+        if self._filters != _UNFILTERED:
             seccomp.check(self.pid, calls, otherwise)
+
+    def check_filters(self, threads) -> None:
+        """Raises LiveError when a filter was set up since the process was looked at. threads: all of them, stopped."""
+        if not _filters(ptrace.status_of(thread) or {} for thread in threads) <= self._filters:
+            raise LiveError(f"process {self.pid} has just restricted itself by seccomp: try again")
 
     def restricting(self) -> list[Hook]:
         """The functions by which the program may put itself under seccomp."""
@@ -87,6 +92,14 @@ class Target:
             return None
         address = image.symbols.bias + int(row["value"])
         return Hook(name, address, self.memory.read(address, int(row["size"])))
+
+
+_UNFILTERED = {("0", "0")}
+
+
+def _filters(statuses) -> set[tuple[str, str]]:
+    """(mode, number of filters) of seccomp, of each thread."""
+    return {(fields.get("Seccomp", "0"), fields.get("Seccomp_filters", "0")) for fields in statuses}
 
 
 def free_place(process: Process, size: int, near: Image | None) -> int:
@@ -239,12 +252,12 @@ class Installation:
             try:
                 displaced = relocate.displace(hook.body, hook.address, self.base + at)
                 after = relocate.jump(hook.address, self.base + self.agent.entry(hook.name))
+                if len(displaced.code) > ROOM:
+                    raise relocate.Immovable(f"the first instructions of {hook.name} take too much room")
             except relocate.Immovable:
                 if hook.name in RESTRICTING:
                     continue
                 raise
-            if len(displaced.code) > ROOM:
-                raise LiveError(f"the first instructions of {hook.name} take too much room")
             code[at:at + len(displaced.code)] = displaced.code
             patches.setdefault(hook.address, (hook.address, hook.body[:len(after)], after, displaced.size))
         self.memory.write(self.base + self.agent.data, self.agent.initial_data(settings()))
@@ -253,6 +266,7 @@ class Installation:
 
     def patch(self, halted: ptrace.Stopped) -> None:
         """Have the hooked functions lead to the agent. Raises Unsafe, LiveError, OSError."""
+        self.target.check_filters(halted.threads)
         for address, before, _, _ in self._patches:
             if self.memory.read(address, len(before)) != before:
                 raise LiveError(f"the text at {address:#x} is being changed by something else")

@@ -237,10 +237,11 @@ class MappingCalls(session.Session):
         return super().look() + f", {self._ring.count:,} calls"
 
     def collect(self) -> None:
+        self.look()
         self.installation.write("state", agents.PASSIVE, 4)
         self._after = _own(self._target, self.installation)        # at once: what is mapped from now on is not recorded
         time.sleep(_LOOK)
-        self.look()
+        self._ring.drain()
         self._dropped = self.installation.read("dropped")
         super().collect()
 

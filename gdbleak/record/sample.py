@@ -66,7 +66,8 @@ class Sampling(session.Session):
         super().install()
 
     def watch_frees(self) -> None:
-        self.installation.write("state", agents.FREES_ONLY, 4)
+        if self.installation.read("state", 4) != agents.QUIET:
+            self.installation.write("state", agents.FREES_ONLY, 4)
 
     def collect(self) -> None:
         installation = self.installation

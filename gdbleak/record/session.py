@@ -12,6 +12,7 @@ from typing import Callable, NamedTuple
 
 from ..target import follow, ptrace
 from ..target.ptrace import LiveError
+from . import agent as agents
 from . import inject, tracee
 from .install import Installation
 from .leaks import Recording
@@ -45,7 +46,7 @@ class Session:
         self.pid = pid
         self.installation: Installation
         self._began = 0.0
-        self.quiet_after: float | None = None   # seconds, since when the agent is quiet, as the program set up seccomp
+        self.quiet_after: float | None = None   # seconds, since when the agent is quiet, as the program restricted itself
 
     def install(self) -> None:
         """Put the agent in; it begins to record."""
@@ -60,8 +61,9 @@ class Session:
 
     def look(self) -> str:
         """Called while it records; what there is to tell about its progress."""
-        is_quiet = self.installation.read("restricted")
-        if is_quiet and self.quiet_after is None:
+        if self.installation.read("state", 4) != agents.QUIET:
+            self.quiet_after = None             # the kernel may have refused it
+        elif self.quiet_after is None:
             self.quiet_after = time.monotonic() - self._began
         return ""
 
@@ -81,10 +83,10 @@ class Session:
         raise NotImplementedError
 
     def quiet(self, otherwise: str) -> list[str]:
-        """What of it is missing since the program put itself under seccomp, if it did; otherwise: what mends that."""
+        """What of it is missing since the program restricted itself, if it did; otherwise: what mends that."""
         return [] if self.quiet_after is None else [
-            f"after {self.quiet_after:.3g} s it put itself under seccomp, and nothing was recorded any more, as a filter may "
-            f"forbid what the agent calls; {otherwise}"]
+            f"after {self.quiet_after:.3g} s it restricted itself (seccomp, PR_SET_TSC), and nothing was recorded any more, as "
+            f"what the agent does may be forbidden now; {otherwise}"]
 
 
 class Timing(NamedTuple):

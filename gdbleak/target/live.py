@@ -281,7 +281,7 @@ _SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV", "/dev/shm/", "/run/shm/", "[a
 _TOGETHER, _SMALL = 256, 1 << 20
 _FILE_GAP = 16 * PAGE           # file pages between touched ones that are copied, too, for fewer segments
 
-_COMMON_GAP = 16 * PAGE         # other pages between those in common are read with them: fewer, longer reads
+_COMMON_GAP = 8 * PAGE          # other pages between those in common are read with them: fewer, longer reads
 
 
 class _Survey:
@@ -308,10 +308,11 @@ class _Survey:
         before, self._tid, self._pages = self._pages, tid, _PageMap(tid)
         before.close()
 
-    def look_for_pages_in_common(self, maps):
-        """Fill `in_common`."""
-        self.set_in_common(joined((pages for mapping in maps if mapping.start in self._forked
-                                   for pages in self._pages.in_common(mapping.start, mapping.end)), _COMMON_GAP))
+    def look_for_pages_in_common(self, data):
+        """Fill `in_common`. data: {mapping: ranges of it to be copied}."""
+        ranges = [r for mapping in sorted(data) if mapping.start in self._forked for r in joined(data[mapping], _SMALL)]
+        self.set_in_common(joined((pages for start, end in ranges for pages in self._pages.in_common(start, end)),
+                                  _COMMON_GAP))
 
     def set_in_common(self, ranges):
         """`in_common` from now on."""
@@ -440,7 +441,8 @@ def look_at_smaps(tid):
                     found.flags[start] = words
                 if not sizes[b"Rss:"] + sizes[b"Swap:"]:
                     found.empty.add(start)
-                if sizes[b"Anonymous:"] and sizes[b"Shared_Clean:"] + sizes[b"Shared_Dirty:"]:
+                if (sizes[b"Anonymous:"] and sizes[b"Shared_Clean:"] + sizes[b"Shared_Dirty:"]
+                        or sizes[b"Shared_Hugetlb:"]):
                     found.forked.add(start)
             elif words[0].endswith(b":"):
                 sizes[words[0]] = words[1] != b"0"
@@ -836,7 +838,7 @@ class Capture:
         self._ids = {one: own_id(one) for one in threads_of(stopped.pid)} if is_within else None
         maps = mappings(tid, self._lines)
         self._early = self._survey.ranges([m for m in maps if not is_skipped(m)], program_files(maps))
-        self._survey.look_for_pages_in_common(maps)
+        self._survey.look_for_pages_in_common({mapping: data for mapping, (_, data) in self._early.items()})
         # Room for the headers, twice what they need now; what is not used remains a hole of the file.
         need = sum(150 + len(os.fsencode(m.path)) for m in maps) + 2000 * len(threads_of(stopped.pid)) + (1 << 14)
         self._room = -(-2 * need // PAGE) * PAGE

@@ -342,3 +342,22 @@ def test_forms_of_the_dominators(native):
         found = same(dominators.heavy, lambda: (vertex, dominator, count, high, below, large, several,
                                                 np.full(rows, several, np.int32)), (7,))
         assert 0 < found <= -several and (found == 5) == (several == -5)
+
+
+class Objects:
+    """A process of no blocks and these objects, the first of which is known from the start."""
+
+    def __init__(self, nodes, edges):
+        self.begins, self.targets = csr(nodes, edges)
+        self.labels = np.arange(len(self.targets), dtype=np.int32)
+        self.nodes, self.seeds = (), np.zeros(1, np.int32)
+
+    def __len__(self):
+        return len(self.begins) - 1
+
+
+def test_each_label_is_told():
+    """Also those of the first rows, that Lua's strings may have."""
+    parent = np.array([-1, 0, 0, 0, 0], np.int32)
+    via = Process._via(Objects(5, [(0, k) for k in range(1, 5)]), np.arange(5, dtype=np.int32), 5, parent)
+    assert via.tolist() == [0, 0, 1, 2, 3]

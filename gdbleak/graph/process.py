@@ -28,7 +28,6 @@ BLOCK, POOL, PLACE, ROOT = 1, 2, 0, 3           # kinds of rows; Lua objects hav
 BYTES_A_ROW = 90                # what trees and dominators need for each row
 ROOT_NAME = -(3 << 18)                          # label ROOT_NAME - k: a GC root
 MEMBER = -(1 << 18)                             # label of one of many like siblings
-_UNKNOWN = 1
 
 
 class Process:
@@ -161,7 +160,7 @@ class Process:
 
     def _via(self, order: np.ndarray, count: int, parent: np.ndarray) -> np.ndarray:
         """The label by which each row of the tree was reached."""
-        via, blocks = np.full(len(self), _UNKNOWN, np.int32), len(self.nodes)
+        via, blocks = np.full(len(self), kernel.UNKNOWN, np.int32), len(self.nodes)
         reached = order[:count]
         others = np.ascontiguousarray(reached[reached >= blocks])
         graph_kernel.edges_used(self.begins, self.targets, self.labels, others, len(others), parent, via,
@@ -171,7 +170,7 @@ class Process:
         for first in range(0, blocks, TILE):
             kernel.used(*nodes.buffer, *nodes.index, self.begins, self.targets, parent, via, first,
                         min(first + TILE, blocks), NATIVE)
-        via[via == _UNKNOWN] = MEMBER
+        via[via == kernel.UNKNOWN] = MEMBER
         return via
 
     def steps(self, row: int, most: int = 1 << 31) -> list[tuple[int, int]] | None:

@@ -16,6 +16,7 @@ from .owners import owner, owners_array
 from .pieces import at_most, piece
 
 NO_NODE = 255
+UNKNOWN = (1 << 31) - 1         # no label: those from 0 on are rows, of the Lua strings that are keys
 
 _ZERO, _ONE, _THREE, _U7, _U8 = (np.uint64(k) for k in (0, 1, 3, 7, 8))
 _NOT7 = np.uint64(0xfffffffffffffff8)
@@ -203,7 +204,7 @@ def _used_array(words, starts, ends, offsets, region_starts, region_ends, region
             source, places, values = rows[source[inside]], places[inside], values[inside]
             target = np.empty(len(values), np.int32)
             owners_array(region_starts, region_ends, region_slots, bits, rank, address, size, values, target)
-            used = np.flatnonzero((target >= 0) & (parent[target] == source) & (via[target] == 1))[::-1]
+            used = np.flatnonzero((target >= 0) & (parent[target] == source) & (via[target] == UNKNOWN))[::-1]
             # The first one is written last.
             via[target[used]] = base - ((places[used] - address[source[used]]) >> _THREE).astype(np.int64)
     return last
@@ -214,7 +215,7 @@ def used(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U6
          bits: U64s, rank: I32s, address: U64s, size: U64s, begins: N32s, targets: N32s, parent: I32s, via: I32s, first: I64,
          last: I64, base: I64):
     """Put `base` - k into via[child] of the tree `parent`, where word k of the parent, one of rows [first, last), is the
-    first that points to the child. `via` of these children comes as 1. `begins`, `targets`: what `edges` found: the words
+    first that points to the child. `via` of these children comes as UNKNOWN. `begins`, `targets`: what `edges` found: the words
     of a block that point into its targets are those edges, in their order."""
     low = high = delta = _ZERO
     for row in range(first, last):
@@ -222,7 +223,7 @@ def used(words: U64s, starts: U64s, ends: U64s, offsets: U64s, region_starts: U6
         stop = p + size[row] - _U8
         for c in range(begins[row], begins[row + 1]):
             target = targets[c]
-            if parent[target] != row or via[target] != 1:
+            if parent[target] != row or via[target] != UNKNOWN:
                 continue
             begin, room = address[target], size[target] - _U8
             while p < stop:

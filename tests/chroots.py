@@ -32,6 +32,7 @@ def bootstrap(release):
     if not shutil.which("debootstrap"):
         raise Unavailable("debootstrap is not installed: apt-get install debootstrap")
     unfinished = root.with_name(release + ".unfinished")
+    subprocess.run(["umount", "-q", unfinished / "proc"], check=False)      # of one that was interrupted
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     # debootstrap takes the archive's keyring from where Debian installs it.

@@ -256,7 +256,7 @@ def test_a_filter_that_forbids_the_agent_alone(program):
             check_as_found(subject.pid)
 
 
-LATE = "after 0[.0-9]* s it restricted itself .*, and nothing was recorded any more"
+LATE = "after [.0-9]+ s it restricted itself .*, and nothing was recorded any more"
 
 
 @pytest.mark.parametrize("how", "pcs")

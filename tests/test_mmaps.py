@@ -1,8 +1,14 @@
 """What live processes map and do not unmap, against what the processes say."""
+import json
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 
-from gdbleak.record import agent, mmaps
+from gdbleak.record import agent, mmaps, session
+from gdbleak.record.session import Notes, Timing
 from tests import record_target
 from tests.record_target import Subject, by_site, check_as_found, record, totals
 from tests.targets import build
@@ -35,6 +41,25 @@ def test_mappings_equal_the_truth(flags):
         check_as_found(subject.pid)
         subject.say("quit")
         assert subject.process.wait(record_target.WAIT) == 0
+
+
+def test_forks_while_the_ring_is_full(monkeypatch):
+    """A child has a copy of it that nobody reads, and does not wait for room in it, which would last 20 s."""
+    monkeypatch.setattr(mmaps, "SLOTS", 256)
+    with Subject(build("record_maps", "-O2").path) as subject:
+        subject.line()
+        answer = []
+
+        def end_when_done():
+            answer.append(json.loads(subject.line()))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def begin(_):
+            subject.say("go")
+            threading.Thread(target=end_when_done).start()
+        recording = session.record(mmaps.MappingCalls, subject.pid, Timing(18, 0), Notes(begin, lambda line: None))
+        assert answer and recording.numbers["calls"] > 28_000 and recording.numbers["dropped"] == 0
+        check_as_found(subject.pid)
 
 
 def event(at, kind, *arguments, result=0, stack=0, lasts=1):

@@ -61,6 +61,7 @@ SHARED u64 slot_bytes, slot_count, stack_bytes;
 SHARED u64 *table, table_mask;  /* buckets - 1 */
 SHARED u64 internal[64];        /* pairs: code from where a call is the allocator's own */
 SHARED u64 taken, released, thinned, missed, dropped;   /* samples; of a ring: `taken` counts the records */
+SHARED u64 pid;                 /* the process's own, of a ring */
 SHARED u64 clock, ring_tail, waits;     /* waits: for room in the ring, since the reader was last there */
 SHARED volatile u64 in_flight;  /* threads in a hook */
 SHARED struct cell cells[CELLS] __attribute__((aligned(64)));
@@ -122,8 +123,7 @@ static u32 copy(u64 to, u64 from, u64 length)
         remote[count++].length = next - at;
         at = next;
     }
-    u64 pid = call(39, 0, 0, 0, 0, 0, 0);
-    u64 got = call(310, pid, (u64)&local, 1, (u64)remote, count, 0);
+    u64 got = call(310, call(39, 0, 0, 0, 0, 0, 0), (u64)&local, 1, (u64)remote, count, 0);
     return got > length ? 0 : (u32)got;
 }
 
@@ -549,7 +549,7 @@ static void note(u32 kind, u64 before, u64 result, ARGUMENTS)
     do
         while (head - LOAD(&ring_tail) >= slot_count) {             /* full: wait, but not for a reader that died */
             u64 millisecond[2] = { 0, 1000000 };
-            if (state != SAMPLING)
+            if (state != SAMPLING || call(39, 0, 0, 0, 0, 0, 0) != pid)     /* nobody reads what a child has copied */
                 return;
             if (ADD(&waits, 1) > MOST_WAITS) {
                 ADD(&dropped, 1);

@@ -12,7 +12,7 @@ import numpy as np
 from ..reports.document import Table, printable
 from ..target.live import Mapping, without
 from ..target.processes import statistics_of
-from ..target.ptrace import LiveError
+from ..target.ptrace import LiveError, own_id
 from . import agent as agents
 from . import session, tracee
 from .agent import word
@@ -228,7 +228,8 @@ class MappingCalls(session.Session):
         self._start_break = _break(self._target, self._image)
         installation.install(self._hooks + self._restricting, self._image, SLOTS * SLOT_BYTES, lambda: {
             "state": agents.SAMPLING.to_bytes(4, "little"), "slots": word(installation.room),
-            "slot_count": word(SLOTS), "slot_bytes": word(SLOT_BYTES), "stack_bytes": word(_STACK_BYTES)})
+            "slot_count": word(SLOTS), "slot_bytes": word(SLOT_BYTES), "stack_bytes": word(_STACK_BYTES),
+            "pid": word(own_id(self.pid))})
         self._before = _own(self._target, installation)
         super().install()
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from gdbleak.record.session import Notes, Timing
 from gdbleak.target.live import mappings
 from tests.targets import CACHE, PROGRAMS, ROOT, WAIT, build, built_name, wait_for
 
@@ -104,6 +105,25 @@ def record(word, subject, command, *options):
     stacks = [line.rsplit(" ", 1) for line in folded.read_text().splitlines()]
     folded.unlink()
     return json.loads(said), [(stack.split(";"), int(weight)) for stack, weight in stacks], answer
+
+
+def record_here(recorder, make, subject, command, seconds=600):
+    """As `record`, in this process, for so long at most: (the Recording, the subject's answer). recorder: of session or
+    exact; make: the Session."""
+    answer, over = [], threading.Event()
+
+    def end_when_done():
+        answer.append(json.loads(subject.line()))
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def begin(_):
+        subject.say(command)
+        threading.Thread(target=end_when_done).start()
+    recording = recorder(make, subject.pid, Timing(seconds, 0.2), Notes(begin, lambda line: None))
+    over.set()
+    assert answer, "the time was over before it had done that"
+    return recording, answer[0]
 
 
 def refused(*words):

@@ -1,16 +1,10 @@
 """What live processes map and do not unmap, against what the processes say."""
-import json
-import os
-import signal
-import threading
-
 import numpy as np
 import pytest
 
 from gdbleak.record import agent, mmaps, session
-from gdbleak.record.session import Notes, Timing
 from tests import record_target
-from tests.record_target import Subject, by_site, check_as_found, record, totals
+from tests.record_target import Subject, by_site, check_as_found, record, record_here, totals
 from tests.targets import build
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
@@ -48,17 +42,8 @@ def test_forks_while_the_ring_is_full(monkeypatch):
     monkeypatch.setattr(mmaps, "SLOTS", 256)
     with Subject(build("record_maps", "-O2").path) as subject:
         subject.line()
-        answer = []
-
-        def end_when_done():
-            answer.append(json.loads(subject.line()))
-            os.kill(os.getpid(), signal.SIGINT)
-
-        def begin(_):
-            subject.say("go")
-            threading.Thread(target=end_when_done).start()
-        recording = session.record(mmaps.MappingCalls, subject.pid, Timing(18, 0), Notes(begin, lambda line: None))
-        assert answer and recording.numbers["calls"] > 28_000 and recording.numbers["dropped"] == 0
+        recording, _ = record_here(session.record, mmaps.MappingCalls, subject, "go", seconds=18)
+        assert recording.numbers["calls"] > 28_000 and recording.numbers["dropped"] == 0
         check_as_found(subject.pid)
 
 

@@ -6,18 +6,16 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from functools import partial
 
 import pytest
 
 from gdbleak.record import agent, compile_agent, exact, sample, session
-from gdbleak.record.session import Notes, Timing
 from gdbleak.target.ptrace import LiveError
 from tests import nginx_target, record_target
 from tests.record_target import (GDBLEAK, Recorder, Subject, by_site, changed_text, check_as_found, guards, rates,
-                                 record, refused, totals, wait_for)
+                                 record, record_here, refused, totals, wait_for)
 
 pytestmark = pytest.mark.skipif(bool(record_target.needs()), reason=record_target.needs() or "-")
 
@@ -57,21 +55,6 @@ def test_exact_equals_the_truth(subject):
     deep = next(frames for frames, _ in stacks if frames[-1].startswith("leak_deep"))
     assert sum(frame.startswith("leak_deep") for frame in deep) == 41
     assert any(frame.startswith("one_round") for frame in deep) and any(frame.startswith("work") for frame in deep)
-
-
-def record_here(recorder, make, subject, command):
-    """As `record`, in this process: (the Recording, the subject's answer)."""
-    answer = []
-
-    def end_when_done():
-        answer.append(json.loads(subject.line()))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def begin(_):
-        subject.say(command)
-        threading.Thread(target=end_when_done).start()
-    recording = recorder(make, subject.pid, Timing(600, 0.2), Notes(begin, lambda line: None))
-    return recording, answer[0]
 
 
 def test_exact_with_more_blocks_than_stacks_are_kept_of(monkeypatch):

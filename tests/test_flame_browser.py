@@ -112,6 +112,10 @@ class Page:
     def resize(self, width, height):
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                   mobile=False)
+        # The page is told of it before the next animation frame of that size.
+        self.evaluate(f"""new Promise((done) => (function look() {{
+            requestAnimationFrame(innerWidth === {width} ? () => done(1) : look);
+        }})())""")
 
     def frames(self):
         """What is seen of each frame, by title: place (pixels), fill, label and its width."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.targets import wait_for
 from gdbleak.flame import Profile, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -112,10 +113,6 @@ class Page:
     def resize(self, width, height):
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                   mobile=False)
-        # The page is told of it before the next animation frame of that size.
-        self.evaluate(f"""new Promise((done) => (function look() {{
-            requestAnimationFrame(innerWidth === {width} ? () => done(1) : look);
-        }})())""")
 
     def frames(self):
         """What is seen of each frame, by title: place (pixels), fill, label and its width."""
@@ -380,8 +377,8 @@ def test_labels_stay_within_their_frames_at_any_width(open_page):
     page = open_page(profile)
     for width in (1300, 700, 1900):
         page.resize(width, 700)
+        wait_for(lambda: page.plot().width == near(width - 20), "the page to be told of its new size")
         frames = page.frames().values()
-        assert page.plot().width == near(width - 20)
         assert sum(bool(frame.label) for frame in frames) > 10
         assert all(frame.labelWidth <= frame.width for frame in frames)
 
